@@ -66,6 +66,27 @@ def test_without_a_terminal_each_finished_cell_is_a_line():
     )
 
 
+def test_a_run_says_what_comes_then_its_first_step_and_a_long_cell_now_and_then(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    screen, console = shown(terminal=False)
+    with watch(2, 50, console) as seen:
+        seen.begin("It stays in out.")
+        said, begun = " ".join(screen.getvalue().split()), len(screen.getvalue())
+        assert re.fullmatch(
+            r"2 cells, 50 steps at most\. How long they take is not known until the first step, which begins at "
+            r"\d\d:\d\d:\d\d\. Ctrl-C stops it\. It stays in out\.",
+            said,
+        )
+        seen.step("known before")
+        for _ in range(40):
+            now[0] += 4.0
+            seen.step("slow one")
+    lines = screen.getvalue()[begun:].splitlines()
+    assert lines[0] == "the first step took 4 s: slow one"
+    assert lines[1] == "[step 10 of at most 50, 0:36 so far] slow one" and len(lines) == 5
+
+
 def test_a_cell_that_failed_says_why_in_its_line():
     screen, console = shown(terminal=False)
     with watch(1, 0, console) as seen:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,13 +14,15 @@ import pytest
 from click.testing import CliRunner
 from tests.support.few_methods import NOT_SEARCHED
 
+import kvtailor
 from kvtailor.bench.data.texts import generated_text
 from kvtailor.bench.measure import machine
 from kvtailor.bench.schema import read_records
 from kvtailor.cli.fit import command
 from kvtailor.fitting import effort as efforts
+from kvtailor.fitting import stages
 from kvtailor.fitting.effort import Effort
-from kvtailor.fitting.result import Fit
+from kvtailor.fitting.result import Fit, short_plan
 from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 
@@ -67,8 +70,6 @@ def test_a_fit_gives_a_plan_that_every_verb_reads(fitted, text):
     chosen = found.chosen
     assert chosen.bytes <= found.question.memory == int(0.3 * found.full)
     # The bytes are those that a cache of this plan weighs.
-    import kvtailor
-
     model, tokenizer = kvtailor.load_model("demo", dtype="float32")
     ids = tokenizer(text.read_text(), return_tensors="pt").input_ids[:, :CONTEXT]
     cache = kvtailor.cache_for(model, plan)
@@ -76,9 +77,9 @@ def test_a_fit_gives_a_plan_that_every_verb_reads(fitted, text):
     assert abs(cache.ledger().total - chosen.bytes) <= 0.02 * chosen.bytes
     # What a user reads.
     assert found.plan in done.stdout.replace("\n", "") and "that the search never saw" in done.stdout
-    assert max(map(len, done.stderr.splitlines())) < 200
+    assert max(map(len, done.stderr.splitlines())) < 400
     assert (folder / "fit.html").stat().st_size > 1000
-    assert Fit.load(folder) == found
+    assert Fit.load(folder) == found and not (folder / "best-so-far.toml").exists()
     # The proof has presets beside it, and a family that the search never had.
     origins = {each.origin for each in found.proof}
     assert {"full", "preset", "layers"} <= origins
@@ -108,6 +109,30 @@ def test_a_fit_gives_a_plan_that_every_verb_reads(fitted, text):
     assert once_more.exit_code == 0, once_more.output
     assert json.loads(once_more.stdout.splitlines()[-1])["plan"] == found.plan
     assert len(read_records(folder / "records")) == count
+
+
+def test_ctrl_c_leaves_a_plan_and_says_what_is_kept(text, little, tmp_path, monkeypatch):
+    def interrupt(*given, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages, "measure_layers", interrupt)
+    folder = tmp_path / "out"
+    done = fit("--text", text, "--memory", "30%", *ASKED, "--out", folder)
+    assert done.exit_code == 130, done.output
+    told = " ".join(done.stderr.split())
+    # How long it takes comes before the first stage, and the time left with each.
+    assert re.match(
+        r"A fit of at most \d+ steps: at \S+ s each, as timed here, they take about \d+ \w+\. Ctrl-C stops it\. "
+        rf"What was measured stays in {folder}, and the same command goes on there\. first plans: at most "
+        r"\d+ steps; about \d+ \w+ left of all best so far: ",
+        told,
+    )
+    best = folder / "best-so-far.toml"
+    plan = Plan.from_toml(best.read_text())
+    assert f"best so far: {short_plan(str(plan))}, " in told
+    assert "Stopped. " in told and told.endswith(f"kvtailor run --plan {best}")
+    size = kvtailor.cache_size("demo", plan, context=CONTEXT, dtype="float32")
+    assert size.total <= 0.3 * size.full
 
 
 @pytest.mark.parametrize(

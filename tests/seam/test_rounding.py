@@ -22,9 +22,7 @@ def distance(model: Any, inputs: dict[str, Any], rows: Sequence[dict[str, Any]])
     """The largest distance of a row in a padded batch from the row alone, and of "sdpa" from "eager"."""
     own, there = copy.deepcopy(model), inputs["attention_mask"].bool()
     logits = own(**inputs, use_cache=False).logits
-    apart = [
-        error(own(**alone, use_cache=False).logits[0], logits[row, there[row]]) for row, alone in enumerate(rows)
-    ]
+    apart = [error(own(**alone, use_cache=False).logits[0], logits[row, there[row]]) for row, alone in enumerate(rows)]
     own.set_attn_implementation("eager")
     apart.append(error(own(**inputs, use_cache=False).logits[there], logits[there]))
     return max(apart)

@@ -37,8 +37,9 @@ def ways(subject, folder):
     yield "prefill", lambda: kvtailor.prefill(model, ids, plan="full")
     yield "generate", lambda: kvtailor.generate(model, ids, plan="full", max_new_tokens=2)
     yield "ask", lambda: kvtailor.ask(model, tokenizer, TEXT[:200], "What?", plan="full", max_new_tokens=2)
-    yield "ask before", lambda: kvtailor.ask(
-        model, tokenizer, TEXT[:200], "What?", plan="full", question="before", max_new_tokens=2
+    yield (
+        "ask before",
+        lambda: kvtailor.ask(model, tokenizer, TEXT[:200], "What?", plan="full", question="before", max_new_tokens=2),
     )
     yield "read", lambda: kvtailor.read(model, tokenizer, TEXT[:200], plan="full")
 

@@ -38,6 +38,8 @@ _NARROW = 120
 _TIMED = 2
 # Seconds between two lines on the time that is left.
 _OFTEN = 30.0
+# Seconds that a step takes at least that is measured and not known from before.
+_NOT_MEASURED = 0.05
 # Records tell their beginning to the millisecond.
 _TICK = timedelta(milliseconds=1)
 
@@ -205,8 +207,15 @@ def paced(total: int, console: Console) -> Iterator[Callable[[str], None]]:
         yield step
 
 
+def _clock(seconds: float) -> str:
+    """A time as minutes:seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
 def _span(seconds: float) -> str:
     """A time in one unit."""
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
@@ -229,6 +238,7 @@ class Watch:
         self._started = (datetime.now(UTC) - _TICK).isoformat(timespec="milliseconds")
         self._remaining = Remaining(works=works)
         self._hosts: dict[str, int] = {}
+        self._said, self._timed = self._begun, True
         self._work = progress.add_task("starting", total=cells, counted=self._counted())
 
     def step(self, label: str) -> None:
@@ -238,6 +248,50 @@ class Watch:
         counted = self._counted()
         room = self._console.width - len(counted) - 10 - (0 if self._is_narrow else 25)
         self._progress.update(self._work, description=_label(label, room), counted=counted)
+        self._say_step(label)
+
+    def begin(self, kept: str) -> None:
+        """Say what comes, before its first step.
+
+        Args:
+            kept: what becomes of records where the run is stopped.
+        """
+        cells = f"{self._cells} cell{'s' if self._cells != 1 else ''}"
+        steps = f", {self._steps} steps at most" if self._steps else ""
+        self._timed = False
+        self._say(
+            f"{cells}{steps}. How long they take is not known until the first step, which begins at "
+            f"{datetime.now():%H:%M:%S}. Ctrl-C stops it. {kept}"
+        )
+
+    def _say_step(self, label: str) -> None:
+        """Say the first step that is measured and what it took, and of long cells a line now and then."""
+        now = time.monotonic()
+        took = now - self._last
+        if not self._timed and took >= _NOT_MEASURED:
+            self._timed = True
+            self._say(f"the first step took {_span(took)}: {label}")
+        elif not self._console.is_terminal and now - self._said >= _OFTEN:
+            most = max(self._steps, self._stepped)
+            self._say(f"[step {self._stepped} of at most {most}, {_clock(now - self._begun)} so far] {label}")
+
+    def _say(self, sentence: str) -> None:
+        """Print a line that stays, in as many as its width needs; paths stay whole."""
+        self._said = time.monotonic()
+        lines = textwrap.fill(
+            sentence, self._console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
+        self._console.print(lines, markup=False, soft_wrap=True, style="dim")
+
+    @property
+    def cells(self) -> int:
+        """Records that will come."""
+        return self._cells
+
+    @property
+    def done(self) -> int:
+        """Cells that are done."""
+        return self._done
 
     def finish(self, record: Record) -> None:
         """A cell is done, well or not."""
@@ -253,19 +307,11 @@ class Watch:
         self._progress.update(self._work, advance=1, counted=self._counted())
         if not self._console.is_terminal:
             what = f"failed: {record.error}" if record.error is not None else "done"
-            minutes, seconds = divmod(int(time.monotonic() - self._begun), 60)
             left = self._left()
-            self._console.print(
-                textwrap.fill(
-                    f"[{self._done} of {self._cells}, {minutes}:{seconds:02} so far{f', {left}' if left else ''}] "
-                    f"{record.task} {_where(record)}· {record.label}: {what}"
-                    f"{f' on {host}' if host is not None else ''}",
-                    self._console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False,
-                ),
-                markup=False,
-                soft_wrap=True,
-                style="dim",
-            )  # fmt: skip
+            self._say(
+                f"[{self._done} of {self._cells}, {_clock(now - self._begun)} so far{f', {left}' if left else ''}] "
+                f"{record.task} {_where(record)}· {record.label}: {what}{f' on {host}' if host is not None else ''}"
+            )
 
     def _counted(self) -> str:
         steps = f", {self._stepped} of at most {max(self._steps, self._stepped)} steps" if self._steps else ""

@@ -36,12 +36,14 @@ from kvtailor.cli.suite_time import MEASURED, say_estimate, say_time_of
 from kvtailor.cli.torchrun import under_torchrun
 from kvtailor.cli.words.lines import say
 from kvtailor.cli.words.margins import margin_options, margins_of
+from kvtailor.cli.words.stopped import kept_in, stopped
 from kvtailor.presets import FULL
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from kvtailor.bench.measure.equivalence import Margins
+    from kvtailor.bench.progress import Watch
     from kvtailor.bench.report import Summary
     from kvtailor.bench.schema import Record
     from kvtailor.bench.sinks.named import Sinks
@@ -235,7 +237,8 @@ def _one_run(
     contestants = contestants_of([plan for each in plans for plan in each.split(";") if plan.strip()])
     tasks = [make_task(kind, settings, subject, data=options["data"]) for kind, settings in wanted]
     begun = datetime.now(UTC)
-    with watch(*plan_run(tasks, contestants), console, works_of(tasks, contestants)) as seen:
+    with watch(*plan_run(tasks, contestants), console, works_of(tasks, contestants)) as seen, _stopped(options, seen):
+        seen.begin(kept_in(options["out"]))
         records = run(
             subject, contestants, tasks, out=options["out"], advance=seen.step, finish=_each(seen.finish, sinks.take),
             resume=not options["again"], without=options["without"], allow=options["allow"], **spread,
@@ -283,7 +286,8 @@ def _suite(
         write_whole(kept, seal_toml(text))
     say_time_of(prepared, console)
     begun = datetime.now(UTC)
-    with watch(*prepared.size, console, works_of(prepared.jobs)) as seen:
+    with watch(*prepared.size, console, works_of(prepared.jobs)) as seen, _stopped(options, seen):
+        seen.begin(kept_in(options["out"]))
         records = prepared.run(
             out=options["out"], advance=seen.step, finish=_each(seen.finish, sinks.take), resume=not options["again"],
             without=options["without"], allow=options["allow"], **spread,
@@ -322,6 +326,11 @@ def _each(*takers: Callable[[Record], None]) -> Callable[[Record], None]:
             taker(record)
 
     return take
+
+
+def _stopped(options: dict[str, Any], seen: Watch) -> AbstractContextManager[None]:
+    """Turn Ctrl-C into what is kept of a run."""
+    return stopped(lambda: f"{seen.done} of {seen.cells} cells were done. {kept_in(options['out'])}")
 
 
 def _say_kept(begun: datetime, records: list[Record], console: Console) -> None:

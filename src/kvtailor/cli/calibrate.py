@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvtailor.cli.words.lines import say
+from kvtailor.cli.words.stopped import stopped
 
 if TYPE_CHECKING:
     from kvtailor.calibration_file import Calibration
@@ -91,17 +92,18 @@ def command(
         if released is not None:
             made = import_released(kind, subject, released, out=out, again=again)
         else:
-            made = calibrate(
-                subject,
-                kind,
-                named,
-                out=out,
-                tokens=tokens,
-                context=context,
-                state=state,
-                again=again,
-                progress=lambda units: paced(units, console),
-            )
+            with stopped(lambda: f"{out} was not written, and the same command begins anew."):
+                made = calibrate(
+                    subject,
+                    kind,
+                    named,
+                    out=out,
+                    tokens=tokens,
+                    context=context,
+                    state=state,
+                    again=again,
+                    progress=lambda units: paced(units, console),
+                )
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     _say(made, out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvtailor.cli.words.groups import GroupedCommand
-from kvtailor.cli.words.lines import columns, python_lines, say
+from kvtailor.cli.words.lines import columns, python_lines, say, wrapped
+from kvtailor.cli.words.stopped import kept_in, stopped
 from kvtailor.fitting.effort import EFFORTS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from kvtailor.bench.schema import Record
+    from kvtailor.fitting.progress import TimeLeft
     from kvtailor.fitting.result import Fit
 
 __all__ = ["TerminalProgress", "command", "show"]
 
 GENERATED_WINDOWS = 80
+_LONGER = 1.3  # a step of a plan over one of the uncompressed cache, in the mean over the steps of a fit
+_OFTEN = 30.0  # seconds between two lines within a stage
 _NAME = 16  # columns of a name of a plan that the others leave on a terminal of 80
 
 
@@ -97,7 +101,8 @@ def command(ctx: click.Context, /, **options: Any) -> None:
             found = _again(folder, options, given, console)
         else:
             options["model"] = options["model"] or "demo"
-            found = _fit(options, console)
+            with stopped(lambda: _kept(folder)):
+                found = _fit(options, console)
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     if options["as_json"]:
@@ -149,10 +154,19 @@ def _fit(options: dict[str, Any], console: Console) -> dict[str, Any]:
             proof_tasks=_listed(options["proof_tasks"]), without=_listed(options["without"]) or (),
             effort=options["effort"], timed=not options["no_times"], out=options["out"], state=options["state"],
             executor=executor, resources=resources_of_line(options["resources"] or ""),
-            progress=TerminalProgress(console),
+            progress=TerminalProgress(console, options["out"]),
         )  # fmt: skip
     show(found, options["out"])
     return found.as_dict()
+
+
+def _kept(folder: Path | None) -> str:
+    """Return what a fit that was stopped leaves."""
+    from kvtailor.fitting.stages import BEST_FILE
+
+    if folder is None or not (folder / BEST_FILE).is_file():
+        return kept_in(folder)
+    return f"{kept_in(folder)} Its best plan so far, not proved: kvtailor run --plan {folder / BEST_FILE}"
 
 
 def _again(folder: Path, options: dict[str, Any], given: set[str], console: Console) -> dict[str, Any]:
@@ -272,10 +286,37 @@ def note_of_use(plan: str) -> str | None:
 
 
 class TerminalProgress:
-    """A bar for each stage on a terminal, and elsewhere a line when it begins and when it ends."""
+    """Says how long a fit takes before its first step, and then what runs and how long the rest takes.
 
-    def __init__(self, console: Console):
-        self._console = console
+    On a terminal a line stays with the stage; elsewhere a line comes when a stage begins, every half a minute, and when
+    it ends.
+
+    Args:
+        console: where to.
+        folder: of the fit, where its records stay; None: it has none.
+    """
+
+    def __init__(self, console: Console, folder: Path | None = None):
+        self._console, self._folder = console, folder
+        self._left: TimeLeft | None = None
+
+    def expect(self, stages: Mapping[str, int], seconds: float | None) -> None:
+        """Say how long it takes."""
+        from datetime import datetime
+
+        from kvtailor.fitting.progress import TimeLeft
+
+        pace = None if seconds is None else _LONGER * seconds
+        self._left = TimeLeft({name: float(steps) for name, steps in stages.items()}, pace)
+        if pace is None:
+            how = f"how long they take is not known until the first, which begins at {datetime.now():%H:%M:%S}"
+        else:
+            how = f"at {pace:.2g} s each, as timed here, they take {_about(self._left.left or 0.0)}"
+        self._say(f"A fit of at most {sum(stages.values())} steps: {how}. Ctrl-C stops it. {kept_in(self._folder)}")
+
+    def tell(self, sentence: str) -> None:
+        """Say it."""
+        self._say(sentence)
 
     @contextmanager
     def stage(self, name: str, steps: int) -> Iterator[Callable[[str], None]]:
@@ -284,28 +325,50 @@ class TerminalProgress:
         from kvtailor.bench.progress import bar
 
         begun, done = monotonic(), 0
+        last = said = begun
         plain = not self._console.is_terminal
+        if self._left is not None:
+            self._left.begin(name, steps)
         if plain:
-            self._console.print(f"{name}: at most {steps} steps", style="dim", markup=False)
+            self._say(f"{name}: at most {steps} steps{self._rest()}")
         with bar(steps, self._console, name) as advance:
 
             def told(label: str) -> None:
-                nonlocal done
-                done += 1
-                advance(f"{name} · {label}")
+                nonlocal done, last, said
+                done, now = done + 1, monotonic()
+                if self._left is not None:
+                    self._left.step(now - last)
+                last = now
+                if plain and now - said >= _OFTEN:
+                    said = now
+                    self._say(f"{name}: {done} of at most {max(steps, done)} steps, {now - begun:.0f} s{self._rest()}")
+                advance(f"{name}{self._rest()} · {label}")
 
             yield told
-        self._console.print(
-            f"{name}: {done} of at most {max(steps, done)} steps, {monotonic() - begun:.0f} s",
-            style="dim",
-            markup=False,
-        )
+        if self._left is not None:
+            self._left.end()
+        self._say(f"{name}: {done} of at most {max(steps, done)} steps, {monotonic() - begun:.0f} s")
+
+    def _rest(self) -> str:
+        left = None if self._left is None else self._left.left
+        return "" if left is None else f"; {_about(left)} left of all"
+
+    def _say(self, sentence: str) -> None:
+        self._console.print(wrapped(sentence, self._console.width), style="dim", markup=False, soft_wrap=True)
 
     def finish(self, record: Record) -> None:
         """Say what failed; the rest is counted."""
         if record.error is not None:
             self._console.print(f"failed: {record.label}: {record.error}", style="dim", markup=False,
                                 soft_wrap=columns(err=True) is None)  # fmt: skip
+
+
+def _about(seconds: float) -> str:
+    """A time that is an estimate, in one unit or two."""
+    if seconds < 90:
+        return f"about {max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"about {minutes} min" if minutes < 90 else f"about {minutes // 60} h {minutes % 60} min"
 
 
 def _tasks(line: str | None) -> list[str] | None:

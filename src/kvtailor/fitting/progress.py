@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvtailor.bench.schema import Record
 
-__all__ = ["Progress", "Silent"]
+__all__ = ["Progress", "Silent", "TimeLeft"]
+
+_KNOWN = 0.05
+"""A step that takes less of the pace than this was not measured now: its record was there."""
+_ENOUGH = 10.0
+"""Units after which the pace is that of this run and no longer that of the one step that was timed before it."""
 
 
 class Progress(Protocol):
     """What a fit tells of how far it is."""
+
+    def expect(self, stages: Mapping[str, int], seconds: float | None) -> None:
+        """Take what comes, before the first stage: the most steps of each, in units of a plan on one piece.
+
+        Args:
+            stages: in their order; some of them may be left out later.
+            seconds: that a unit takes here, as it was timed; None: not known.
+        """
+
+    def tell(self, sentence: str) -> None:
+        """Take a sentence for whoever waits, such as the best plan so far."""
 
     def stage(self, name: str, steps: int) -> Any:
         """Return a context around a stage of at most so many steps; it gives the function to call after each."""
@@ -24,9 +41,66 @@ class Progress(Protocol):
 class Silent:
     """Tells nothing."""
 
+    def expect(self, stages: Mapping[str, int], seconds: float | None) -> None:
+        """Nothing."""
+
+    def tell(self, sentence: str) -> None:
+        """Nothing."""
+
     @contextmanager
     def stage(self, name: str, steps: int) -> Iterator[Callable[[str], None]]:
         yield lambda label: None
 
     def finish(self, record: Record) -> None:
         """Nothing."""
+
+
+@dataclass
+class TimeLeft:
+    """How long the rest of a fit takes, at the pace so far.
+
+    Attributes:
+        stages: to come, each with its units, see `Progress.expect`.
+        seconds: of a unit, as it was timed before the first; None: not known.
+    """
+
+    stages: dict[str, float]
+    seconds: float | None
+    _open: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _timed: float = 0.0
+    _units: float = 0.0
+
+    def begin(self, name: str, steps: int) -> None:
+        """Take that a stage begins: stages that stand before it are over, or were left out."""
+        if name in self.stages:
+            for before in list(self.stages)[: list(self.stages).index(name)]:
+                del self.stages[before]
+            # What is left of it, and the units of one of its steps.
+            self._open = {name: (self.stages[name], self.stages[name] / max(1, steps))}
+
+    def step(self, seconds: float) -> None:
+        """Take that a step of the open stage is done."""
+        for name, (left, unit) in self._open.items():
+            self.stages[name] = max(0.0, left - unit)
+            self._open[name] = self.stages[name], unit
+            pace = self.pace
+            if pace is None or seconds > _KNOWN * pace * unit:
+                self._timed, self._units = self._timed + seconds, self._units + unit
+
+    def end(self) -> None:
+        """Take that the open stage is over."""
+        for name in self._open:
+            self.stages.pop(name, None)
+        self._open = {}
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds of a unit."""
+        if self._units >= _ENOUGH or (self.seconds is None and self._units):
+            return self._timed / self._units
+        return self.seconds
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that all that is left takes at this pace; None where no pace is known."""
+        return None if self.pace is None else self.pace * sum(self.stages.values())

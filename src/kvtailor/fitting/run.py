@@ -21,7 +21,7 @@ from kvtailor.fitting.progress import Progress, Silent
 from kvtailor.fitting.question import Question, QuestionError, load_faults
 from kvtailor.fitting.result import RESULT_FILE, Fit
 from kvtailor.fitting.sizing import Sizer
-from kvtailor.fitting.stages import Fitting
+from kvtailor.fitting.stages import BEST_FILE, Fitting
 from kvtailor.plan import Plan, registry
 from kvtailor.plan.calls import check_call
 
@@ -83,7 +83,8 @@ def fit(
         effort: "quick", "normal" or "thorough", or an `Effort` of your own.
         stages: which stages search, of "layers" and "structure".
         timed: measure the time of a token in the proof.
-        out: folder for records, study, plan and page; a fit that was killed goes on there. None: nothing is kept.
+        out: folder for records, study, plan and page; a fit that was killed goes on there, and until it has ended the
+            best plan so far stands in its `best-so-far.toml`. None: nothing is kept.
         state: random state of the search.
         executor: of a cluster; None: here. resources: what a cell takes of it.
         progress: told how far it is.
@@ -146,11 +147,12 @@ def fit(
         work = Fitting(
             subject=subject, sizer=sizer, question=question, material=material, effort=asked, folder=folder,
             state=state, without=tuple(without), stages=tuple(stages), timed=timed, executor=executor,
-            resources=resources, progress=progress or Silent(), asked=asked_for,
+            resources=resources, progress=progress or Silent(), asked=asked_for, kept=out is not None,
         )  # fmt: skip
         found = replace(work.result(), seconds=time.monotonic() - begun)
         if out is not None:
             found.save(out)
+            (folder / BEST_FILE).unlink(missing_ok=True)
     return found
 
 

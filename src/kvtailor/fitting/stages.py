@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,6 +23,7 @@ from kvtailor.bench.runner import plan_run
 from kvtailor.bench.runner import run as run_bench
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, hash_of
+from kvtailor.bench.tasks.contract import Task
 from kvtailor.cluster.contract import Executor
 from kvtailor.errors import KvtailorError
 from kvtailor.fitting.effort import Effort
@@ -46,13 +49,24 @@ from kvtailor.fitting.sizing import Sizer
 from kvtailor.fitting.structure.search import Candidate, Searched, search
 from kvtailor.fitting.structure.slow_scores import slow_points, with_slow_points
 from kvtailor.fitting.structure.space import Space
-from kvtailor.ops.files import read_bytes
+from kvtailor.ops.files import read_bytes, seal_toml, write_whole
 from kvtailor.plan import Plan
 from kvtailor.presets import FULL
 
-__all__ = ["Fitting"]
+__all__ = ["BEST_FILE", "Fitting"]
+
+BEST_FILE = "best-so-far.toml"
+FIRST_PLANS = "first plans"
+WHICH_SCORER = "which scorer"
+LAYERS = "stage 1: layers"
+STRUCTURE = "stage 2: structure"
+OTHER_MEMORIES = "other memories"
+FEWER_BYTES = "fewer bytes"
+PROOF = "stage 3: proof"
 
 _CLOSER = 3
+_EARLY = ("kivi4", "kvquant4", "kvquant3", "kivi2", "kvquant2", "pyramidkv")
+_EARLY_PLANS = 3
 _QUICK_SCORES = ("snapkv", "snapkv(kernel=5)", "h2o", "tova", "keydiff", "expected")
 
 
@@ -74,10 +88,12 @@ class Fitting:
     resources: CellResources | None
     progress: Progress
     asked: Mapping[str, Any]
+    kept: bool = False
     notes: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     labels: dict[str, list[str]] = field(default_factory=dict)
     _full: Measured | None = None
+    _best: tuple[int, float] | None = None
 
     @cached_property
     def first(self) -> tuple[Any, ...]:
@@ -104,9 +120,10 @@ class Fitting:
     def result(self) -> Fit:
         """Return the answer."""
         self.notes += self.material.notes
+        memory = self.question.memory or max(1, round(0.25 * self.sizer.full))
+        self._begin(memory)
         layers = self._layers() if "layers" in self.stages else None
         space = Space.of(self.sizer, layers, without=self.without, reads_twice=self.effort.reads_twice)
-        memory = self.question.memory or max(1, round(0.25 * self.sizer.full))
         searched = self._search(space, memory)
         front = self._front(space, searched, memory)
         finalists = self._finalists(space, searched, front, layers, memory)
@@ -145,17 +162,93 @@ class Fitting:
             counts={**self.counts, "records": self._records()},
         )
 
+    def _begin(self, memory: int) -> None:
+        """Tell how long the stages take, and measure a few presets, so that there is a plan within minutes."""
+        effort, pieces, every = self.effort, len(self.first), len(self.every)
+        space = Space.of(self.sizer, None, without=self.without, reads_twice=effort.reads_twice)
+        presets = space.starts(memory)
+        early = _early(space, memory)
+        finalists = effort.fitted + effort.presets + 3
+        tasks = self._proof_tasks()
+        steps = {FIRST_PLANS: len(early) * pieces}
+        if "layers" in self.stages:
+            word = self._quick_scores(space)
+            cut = settings(
+                self.sizer.geometry, score=(word or ("",))[0], widths=effort.widths, shares=effort.shares,
+                by_head=effort.by_head,
+            )  # fmt: skip
+            steps |= {WHICH_SCORER: len(word) * pieces, LAYERS: len(cut) * pieces}
+        trials = (effort.trials if "structure" in self.stages else 0) + len(presets)
+        steps[STRUCTURE] = trials * pieces + trials // 3 * every
+        steps[OTHER_MEMORIES] = (effort.front + 2) * len(effort.levels) * every
+        if self.question.memory is None:
+            steps[FEWER_BYTES] = _CLOSER * (effort.front + 2) * every
+        steps[PROOF] = plan_run(tasks, [Contestant.of(FULL)])[1] * finalists
+        self.progress.expect(steps, None if self.executor is not None else self._seconds_of_a_step())
+        with self.progress.stage(FIRST_PLANS, len(early) * pieces) as advance:
+            for found in self.measurer(advance).measure(early, self.first) if early else ():
+                self._keep_best(found, memory)
+
+    def _seconds_of_a_step(self) -> float:
+        """Seconds of the uncompressed cache on one piece, once the model has run before."""
+        full, piece = Contestant.of(FULL), self.first[0]
+        for _ in range(2):
+            begin = time.perf_counter()
+            _, cache = self.subject.prefill(piece.context[None], self.subject.new_cache(full), last_only=True)
+            self.subject.forward(piece.targets[None, :-1], cache)
+            self.subject.wait()
+        return time.perf_counter() - begin
+
+    def _keep_best(self, found: Measured, memory: int, *, only_meeting: bool = False) -> None:
+        """Write a plan to `BEST_FILE` if it is the best so far: usable, and not yet judged on what was never seen.
+
+        Where memory is given, the best has the least loss on the first pieces; where it is not, the fewest bytes of
+        those that lose no more than was asked, as far as the text of the search tells.
+
+        Args:
+            found: on the first pieces.
+            memory: bytes that the plan was made for.
+            only_meeting: it was made for another memory than the others, so that its loss says nothing beside theirs.
+        """
+        if found.error is not None:
+            return
+        size, question = self.sizer.measured(found.plan, found.bytes_held or 0), self.question
+        meets = question.memory is None and question.loss is not None and fmean(found.kl[TEXT]) <= question.loss
+        if (question.memory is not None and size > memory) or (only_meeting and not meets):
+            return
+        rank = (0, float(size)) if meets else (1, found.loss)
+        if self._best is not None and rank >= self._best:
+            return
+        self._best = rank
+        pieces = sum(len(each) for each in found.kl.values())
+        # The whole line of a plan with a number for each layer is long; the file has it.
+        named = short_plan(str(found.plan)) if self.kept else str(found.plan)
+        sentence = (
+            f"best so far: {named}, {byte_text(size)} of {byte_text(self.sizer.full)}, {found.loss:.4f} nats lost on "
+            f"{pieces} pieces"
+        )
+        if self.kept:
+            head = "\n".join(
+                f"# {line}" for line in (
+                    f"kvtailor fit for {self.subject.name} has not ended: this is its best plan so far, unproved.",
+                    f"{question.context} tokens, {question.batch} row(s), made for {byte_text(memory)}.",
+                )
+            )  # fmt: skip
+            write_whole(self.folder / BEST_FILE, seal_toml(f"{head}\n\n{found.plan.to_toml()}"))
+            sentence += f"; kvtailor run --plan {self.folder / BEST_FILE}"
+        self.progress.tell(sentence)
+
+    def _quick_scores(self, space: Space) -> list[str]:
+        return [word for word in _QUICK_SCORES if word in space.scores]
+
     def _layers(self) -> LayerMap:
         """Stage 1, with the scorer that loses least where all layers drop alike."""
         effort = self.effort
         widths = effort.widths
-        scores = [
-            word for word in _QUICK_SCORES
-            if word in Space.of(self.sizer, None, without=self.without).scores
-        ]  # fmt: skip
+        scores = self._quick_scores(Space.of(self.sizer, None, without=self.without))
         count = len(self.first)
         tried = [Plan.parse(f"{word} @ keep=0.25") for word in scores]
-        with self.progress.stage("which scorer", len(tried) * count) as advance:
+        with self.progress.stage(WHICH_SCORER, len(tried) * count) as advance:
             found = self.measurer(advance).measure(tried, self.first)
         able = [(each.loss, word) for each, word in zip(found, scores, strict=True) if each.error is None]
         score = min(able)[1] if able else ""
@@ -163,7 +256,7 @@ class Fitting:
             self.sizer.geometry, score=score, widths=widths, shares=effort.shares, by_head=effort.by_head
         )  # fmt: skip
         self.counts["settings of stage 1"] = len(plans)
-        with self.progress.stage("stage 1: layers", len(plans) * count) as advance:
+        with self.progress.stage(LAYERS, len(plans) * count) as advance:
             return measure_layers(
                 self.measurer(advance), self.sizer.geometry, self.first, score=score, widths=widths,
                 shares=effort.shares, by_head=effort.by_head,
@@ -174,12 +267,17 @@ class Fitting:
         trials = self.effort.trials if "structure" in self.stages else 0
         starts = space.starts(memory)
         most = trials + len(starts)
-        with self.progress.stage("stage 2: structure", most) as advance:
+
+        def told(tried: Candidate | None) -> None:
+            advance("-" if tried is None else short_plan(str(tried.plan)))
+            if tried is not None:
+                self._keep_best(tried.first, memory)
+
+        with self.progress.stage(STRUCTURE, most) as advance:
             found = search(
                 space, self.measurer(lambda label: None), memory=memory, first=self.first,
                 rest=self.every[len(self.first) :], trials=trials, state=self.state,
-                storage=self.folder / "study.db", name=self._name(memory),
-                told=lambda tried: advance("-" if tried is None else short_plan(str(tried.plan))),
+                storage=self.folder / "study.db", name=self._name(memory), told=told,
             )  # fmt: skip
         self.counts["trials of stage 2"] = found.trials
         if "structure" in self.stages and self.effort.slow_points and (points := slow_points(found, space)):
@@ -206,12 +304,13 @@ class Fitting:
         levels = [level for level in levels if abs(level - memory) > 0.05 * memory]
         made = [(each.point, level, space.plan(each.point, level)) for each in best for level in levels]
         there = {plan.hash: (point, level, plan) for point, level, plan in made if plan is not None}
-        with self.progress.stage("other memories", len(there) * len(self.every)) as advance:
+        with self.progress.stage(OTHER_MEMORIES, len(there) * len(self.every)) as advance:
             plans = [plan for _, _, plan in there.values()]
             measured = self.measurer(advance).measure(plans, self.every) if plans else []
         for (point, level, plan), found in zip(there.values(), measured, strict=True):
             if found.error is None:
                 points.setdefault(plan.hash, self._front_point(point, found, level))
+                self._keep_best(found, level, only_meeting=True)
         if self.question.memory is None:
             self._close_in([each.point for each in best if not each.is_preset], space, points)
         return marked(list(points.values()))
@@ -220,7 +319,7 @@ class Fitting:
         self, best: Sequence[Mapping[str, Any]], space: Space, points: dict[str, FrontPoint]
     ) -> None:  # fmt: skip
         """Where bytes are made small: measure between the fewest bytes that meet the limits and the next fewer."""
-        with self.progress.stage("fewer bytes", _CLOSER * len(best) * len(self.every)) as advance:
+        with self.progress.stage(FEWER_BYTES, _CLOSER * len(best) * len(self.every)) as advance:
             for _ in range(_CLOSER):
                 meeting = [each.bytes for each in points.values() if self._meets(each)]
                 if not meeting:
@@ -233,6 +332,7 @@ class Fitting:
                 for (point, plan), found in zip(there, measured, strict=True):
                     if found.error is None:
                         points[plan.hash] = self._front_point(point, found, level)
+                        self._keep_best(found, level, only_meeting=True)
 
     def _meets(self, point: FrontPoint) -> bool:
         """Whether a point loses no more than the question allows, as far as the search measured it."""
@@ -324,17 +424,19 @@ class Fitting:
             element=self.sizer.element, memory=memory, size=self.sizer.most,
         )  # fmt: skip
 
-    def _proof(self, finalists: Sequence[tuple[Plan, str, str]]) -> tuple[list[Record], list[Judged]]:
-        """Stage 3."""
-        question = self.question
-        contestants = [replace(Contestant.of(str(plan)), label=label) for plan, _, label in finalists]
-        full = Contestant.of(FULL)
-        tasks = proof_tasks(
-            self.material, context=question.context, windows=self.effort.windows[0],
+    def _proof_tasks(self) -> list[Task]:
+        return proof_tasks(
+            self.material, context=self.question.context, windows=self.effort.windows[0],
             documents=self.effort.windows[1],
         )  # fmt: skip
+
+    def _proof(self, finalists: Sequence[tuple[Plan, str, str]]) -> tuple[list[Record], list[Judged]]:
+        """Stage 3."""
+        contestants = [replace(Contestant.of(str(plan)), label=label) for plan, _, label in finalists]
+        full = Contestant.of(FULL)
+        tasks = self._proof_tasks()
         everyone = [full, *contestants]
-        with self.progress.stage("stage 3: proof", plan_run(tasks, everyone)[1]) as advance, quiet():
+        with self.progress.stage(PROOF, plan_run(tasks, everyone)[1]) as advance, quiet():
             records = run_bench(
                 self.subject, everyone, tasks, out=self.folder / "records", advance=advance,
                 finish=self.progress.finish, executor=self.executor, resources=self.resources,
@@ -385,6 +487,13 @@ class Fitting:
     def _records(self) -> int:
         folder = self.folder / "records"
         return sum(line.count(b"\n") for line in (read_bytes(path) for path in folder.glob("*.jsonl")))
+
+
+def _early(space: Space, memory: int) -> list[Plan]:
+    """A few presets that fill a memory and read a prompt once, those first that lose little on most models."""
+    names = [*(name for name in _EARLY if name in space.presets), *space.presets]
+    plans = (space.plan({"how": "preset", "preset": name}, memory) for name in dict.fromkeys(names))
+    return list(islice((plan for plan in plans if plan is not None and not plan.needs.reconstruction), _EARLY_PLANS))
 
 
 def _shown(points: float | None) -> str:

@@ -1,0 +1,43 @@
+"""How long the rest of a fit takes, from steps that were timed."""
+
+from kvtailor.fitting.progress import TimeLeft
+
+
+def test_before_the_first_step_it_is_the_timed_one_times_all():
+    left = TimeLeft({"a": 20.0, "b": 80.0}, 0.5)
+    assert left.left == 50.0
+    assert TimeLeft({"a": 20.0}, None).left is None
+
+
+def test_the_pace_is_that_of_steps_so_far_and_stages_left_out_do_not_count():
+    left = TimeLeft({"a": 20.0, "b": 80.0, "c": 40.0}, 0.5)
+    left.begin("a", 20)
+    for _ in range(15):
+        left.step(2.0)
+    # 5 of this stage are left; a stage may end before its steps are done.
+    assert left.pace == 2.0 and left.left == 2.0 * (5 + 80 + 40)
+    left.end()
+    assert left.left == 2.0 * 120
+    left.begin("c", 10)
+    assert left.left == 2.0 * 40, "b was left out"
+    left.step(8.0)
+    assert left.left == 2.0 * 36, "a step of this stage is worth four units"
+
+
+def test_steps_that_were_known_before_tell_no_pace():
+    left = TimeLeft({"a": 100.0}, 1.0)
+    left.begin("a", 100)
+    for _ in range(40):
+        left.step(0.001)
+    assert left.pace == 1.0 and left.left == 60.0
+    for _ in range(20):
+        left.step(3.0)
+    assert left.pace == 3.0 and left.left == 120.0
+
+
+def test_a_stage_that_nobody_announced_changes_nothing():
+    left = TimeLeft({"a": 10.0}, 1.0)
+    left.begin("other", 3)
+    left.step(100.0)
+    left.end()
+    assert left.left == 10.0
