@@ -22,7 +22,7 @@ def told(plan: str) -> str:
 
 
 print("full, all of it resident")
-resident, allowed = told("full"), 20 * 2**15
+resident, allowed = told("full"), 10 * 2**15 * model.dtype.itemsize
 print(f"{ids.shape[1]} tokens, and {allowed} bytes for them")
 try:
     told(f"full + device(device_bytes={allowed})")
