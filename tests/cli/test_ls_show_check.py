@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from kvtailor.cli import main
 from kvtailor.plan import Plan, registry
+from kvtailor.plan.arguments import explanations
 
 
 def call(*arguments: str) -> Result:
@@ -43,6 +45,40 @@ def test_ls_of_one_stage() -> None:
     assert "adakv" in found.stdout and "snapkv " not in found.stdout and "presets" not in found.stdout
     assert "uniform (default)" in found.stdout
     assert "streaming" in call("ls", "presets").stdout
+
+
+def test_ls_of_a_method_explains_each_argument() -> None:
+    found = call("ls", "snapkv", "--json")
+    assert found.exit_code == 0 and "kernel=21" in found.stdout and "odd width of the pooling" in found.stdout
+    told = {each["name"]: each["explained"] for each in last_object(found)["arguments"]}
+    assert told["window"] == "newest queries that vote, and newest tokens that always stay."
+    # What stands behind @ is no method's, and is asked for in the same breath.
+    assert "keep=" in found.stdout and "fraction of each row's tokens" in found.stdout
+    kivi = {each["name"]: each["explained"] for each in last_object(call("ls", "kivi", "--json"))["arguments"]}
+    assert kivi["recent"].startswith("newest tokens in full precision") and kivi["recent"].endswith("a whole group.")
+    assert "fraction of each row's tokens" in call("ls", "keep").stdout
+    assert "stands for: kivi(bits=4)" in call("ls", "kivi4").stdout
+    refused = call("ls", "kivy4")
+    assert refused.exit_code == 2 and "did you mean 'kivi4'" in refused.stderr
+
+
+def test_every_argument_of_every_method_has_an_explanation() -> None:
+    lacking = [
+        f"{name}({each.name}=)"
+        for stage in registry.stages()
+        for name in registry.methods(stage)
+        for kind in [registry.load(stage, name)]
+        for each in fields(kind)  # type: ignore[arg-type]
+        if each.init and not explanations(kind).get(each.name)
+    ]
+    assert lacking == []
+
+
+def test_show_keeps_the_name_that_it_was_asked_by() -> None:
+    found = call("show", "kivi4", "--json")
+    assert found.stdout.splitlines()[:2] == ["kivi4", "kivi(bits=4)"] and last_object(found)["named"] == "kivi4"
+    assert call("show", "snapkv + kivi4 @ keep=0.5").stdout.startswith("snapkv + kivi4 @ keep=0.5\n")
+    assert call("show", "kivi(bits=4)").stdout.startswith("kivi(bits=4)\n")
 
 
 def test_show_says_stages_sources_and_bytes() -> None:
@@ -156,7 +192,7 @@ def test_check_notes_a_budget_above_the_models_positions(config: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ls", "scoer"], "there is no stage named 'scoer'; did you mean 'score'"),
+        (["ls", "scoer"], "there is no stage, method or preset named 'scoer'; did you mean 'score'"),
         (["show", "snapkv @ tokns=3"], "there is no setting named 'tokns'"),
         (["shw", "full"], "there is no verb named 'shw'; did you mean 'show'"),
         (["check", "full", "--model", "/no/such/folder"], "there is no model '/no/such/folder'"),

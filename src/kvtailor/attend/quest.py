@@ -88,7 +88,7 @@ class _Chosen:
 class Quest(Attention):
     """Reads the best pages.
 
-    Args:
+    Attributes:
         tokens: budget of each row and kv head, in whole pages, at one new token.
         least: pages that are read however small the budget.
         dense_layers: first layers that read everything.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -74,7 +75,7 @@ def command(
     from kvtailor.cli.words.calibration import read_by
     from kvtailor.plan.check import BUDGETS
 
-    parsed = read_plan(plan)
+    parsed, named = read_plan(plan), _named(" ".join(plan))
     sizes: dict[str, Any] = {"model": model, "head_size": head_size, "dtype": dtype or "bfloat16"}
     geometry = None
     if model is not None:
@@ -87,6 +88,8 @@ def command(
     if tokens is not None and geometry is None:
         raise click.UsageError("--context (or --tokens) needs the sizes of a model: give --model as well")
     stages, cost, files = _stages(parsed), _cost(parsed, sizes), read_by(parsed, model)
+    if named is not None:
+        say(named, bold=True)
     _say(parsed, stages, sizes, cost)
     for word, found in files.items():
         _say_files(word, found, model)
@@ -116,6 +119,7 @@ def command(
     if as_json:
         about = {
             "plan": str(parsed),
+            "named": named,
             "hash": parsed.hash,
             "python": repr(parsed),
             "toml": parsed.to_toml(),
@@ -127,6 +131,14 @@ def command(
         known = {"stages": stages, "sizes": sizes, "closed_form": cost, "calibrations": told, "forecast": step}
         known |= {"holding": as_dict(held), "size": None if size is None else size.as_dict(), "notes": notes}
         click.echo(json.dumps({**about, **known}, default=str))
+
+
+def _named(text: str) -> str | None:
+    """Return the words of a plan that were asked for, where one of them is a preset's name; None where none is."""
+    from kvtailor.plan import registry
+
+    words = set(re.findall(r"\w+", text.partition("@")[0])) if not text.strip().endswith(".toml") else set()
+    return " ".join(text.split()) if words & registry.presets().keys() else None
 
 
 def _sizes_of(model: str, dtype: str | None) -> tuple[Geometry, dict[str, Any]]:

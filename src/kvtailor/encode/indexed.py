@@ -97,7 +97,7 @@ class IndexedSegment(Segment):
 class Indexed(Codec):
     """Exact states with page bounds.
 
-    Args:
+    Attributes:
         page: tokens of a page.
         block_size: tokens that are given bounds at once; a multiple of `page`.
     """

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from kvtailor.plan.grammar import Word, read_line
 __all__ = [
     "Broken",
     "defaults_of",
+    "explanations",
     "fit",
     "given_of",
     "identity_of",
@@ -145,6 +148,24 @@ def defaults_of(kind: type) -> dict[str, object]:
             found[f.name] = f.default
         elif f.init and f.default_factory is not dataclasses.MISSING:
             found[f.name] = f.default_factory()
+    return found
+
+
+def explanations(kind: type) -> dict[str, str]:
+    """Return what the docstrings of a class and its bases say of each attribute under `Attributes:`, on one line."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        _, _, listed = inspect.cleandoc(each.__dict__.get("__doc__") or "").partition("\nAttributes:\n")
+        names: list[str] = []
+        for line in listed.split("\n"):
+            if line and not line.startswith("    "):
+                break
+            head = re.match(r"    (\w+(?:, \w+)*): (.*)", line)
+            if head is not None:
+                names = head[1].split(", ")
+                found |= dict.fromkeys(names, head[2])
+            else:
+                found |= {name: f"{found[name]} {line.strip()}".strip() for name in names}
     return found
 
 

@@ -227,7 +227,8 @@ def test_a_row_that_only_the_text_reads_is_told_too(half):
 @pytest.mark.parametrize("plan", ["streaming @ keep=0.99", "kivi(bits=8, group=8, recent=8)"])
 def test_half_precision_hides_nothing_since_a_finer_dtype_is_asked_too(half, plan):
     """In bfloat16 alone neither is farther from the truth than the model's own cache."""
-    broken = Subject(name="demo", model=half.model, tokenizer=half.tokenizer,
-                     make_cache=lambda model, asked: cache_for(model, plan))
+    broken = Subject(
+        name="demo", model=half.model, tokenizer=half.tokenizer, make_cache=lambda model, asked: cache_for(model, plan)
+    )
     with pytest.raises(Fraud, match="identity: with the weights in float32, plan 'full' .* of 80 tokens of odd text"):
         run(broken, contestants_of(["full"]), [TASK], bandwidth=False)
