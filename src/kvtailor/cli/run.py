@@ -252,7 +252,7 @@ def command(
     from kvtailor.bench.subject import Subject
     from kvtailor.errors import KvtailorError
     from kvtailor.hf.model.processes import started
-    from kvtailor.hf.run.words import told
+    from kvtailor.hf.run.words import check_config, told
 
     console = Console(stderr=True, highlight=False)
     try:
@@ -269,6 +269,7 @@ def command(
             console.print(
                 f"The model has positions for {tokens} new tokens after this prompt, not for {max_new_tokens}."
             )
+        check_config(subject.model)
         said = told(subject.model, temperature)
         if said is not None:
             console.print(said, markup=False)

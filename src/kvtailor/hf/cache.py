@@ -357,8 +357,9 @@ class KvCache(Cache):
         """Raises where `generate()` goes on with another conversation; else remembers what it will feed."""
         if not shown.uses_cache:
             raise CacheMisuse(
-                "use_cache=False feeds the whole text again at every token, and this cache would take all of it as "
-                f"new: leave it out, or call generate() without {CACHE_ARGUMENT}"
+                "use_cache=False, of this call or of the model's generation config (generation_config.json), feeds the "
+                "whole text again at every token, and this cache would take all of it as new: give use_cache=True, or "
+                f"call generate() without {CACHE_ARGUMENT}"
             )
         seen = self.seen
         self.conversation.check_rows(seen=seen)

@@ -24,7 +24,7 @@ from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.chat import Prompt
 from kvtailor.hf.run.prefill import begin, prefill
-from kvtailor.hf.run.words import words_of
+from kvtailor.hf.run.words import in_one_answer, words_of
 from kvtailor.hf.saved_ranks import shards_of
 from kvtailor.hf.saving import save
 from kvtailor.hf.versions import CACHE_ARGUMENTS, hand_cache
@@ -95,7 +95,7 @@ class Reading:
     after: str
 
     @check_call
-    def ask(self, questions: str | Sequence[str], *, max_new_tokens: int = 256, **generation: Any) -> Answers:
+    def ask(self, questions: str | Sequence[str], *, max_new_tokens: int | None = None, **generation: Any) -> Answers:
         """Answers questions about the context, each as if it were the only one. See `kvtailor.ask`."""
         asked = _questions(questions)
         how = _generation(self.model, self.prompt.tokenizer, max_new_tokens, generation)
@@ -215,7 +215,7 @@ def ask(
     *,
     plan: str | Plan,
     question: Literal["after", "inside", "before"] = "after",
-    max_new_tokens: int = 256,
+    max_new_tokens: int | None = None,
     separator: str | None = None,
     answer_prefix: str = "",
     system: str | None = None,
@@ -239,7 +239,7 @@ def ask(
         question: "after": the context is read once, compressed without any question, and each question follows on a
             copy. "inside": the same token ids, but the question is a part of what is compressed, so that the context is
             read anew for each. "before": so, too, and the question stands before the context.
-        max_new_tokens: tokens of an answer, at most.
+        max_new_tokens: tokens of an answer, at most. None: as `generation_config=` or the model's own says, else 256.
         separator, answer_prefix, system, template: see `kvtailor.read`.
         chunk: read so many tokens of the context at a time.
         **generation: further arguments of `model.generate`, such as `do_sample=False`. What is not given is as in the
@@ -332,33 +332,26 @@ def _questions(questions: str | Sequence[str]) -> tuple[str, ...]:
     return asked
 
 
-def _generation(model: Any, tokenizer: Any, max_new_tokens: int, given: Mapping[str, Any]) -> dict[str, Any]:
+def _generation(model: Any, tokenizer: Any, max_new_tokens: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `model.generate`, all that belongs to the generation config in one.
 
     Raises:
         CacheMisuse: one of them cannot go with a context that was read before.
         UnknownName: generate has no such argument.
     """
-    if max_new_tokens < 1:
+    if max_new_tokens is not None and max_new_tokens < 1:
         raise CacheMisuse(f"asked for max_new_tokens={max_new_tokens}: an answer has at least 1 token")
     for name in _OURS:
         if name in given:
             raise CacheMisuse(f"{name} is made from context and question: leave it out, or use model.generate itself")
-    if (given.get("num_return_sequences") or 1) > 1:
-        several = given["num_return_sequences"]
-        raise CacheMisuse(f"num_return_sequences={several}: a question has one answer; ask it again for another")
-    given = words_of(model, given, tokenizer=tokenizer)
-    rest = {name: value for name, value in given.items() if name != "generation_config"}
-    config = copy.deepcopy(given.get("generation_config") or model.generation_config)
-    more = config.update(**rest, max_new_tokens=max_new_tokens)
-    if (config.num_return_sequences or 1) > 1:
-        raise CacheMisuse(
-            f"the generation config has num_return_sequences={config.num_return_sequences}, and a question has one "
-            "answer: give num_return_sequences=1"
-        )
-    if config.prompt_lookup_num_tokens or more.get("assistant_model") is not None:
-        raise CacheMisuse("prompt lookup and assisted decoding need an empty cache: draft with kvtailor.generate")
+    words = words_of(model, given, tokenizer=tokenizer)
+    # What the model's own config says, transformers takes where the others leave it open; an argument goes before all.
+    away = in_one_answer(model, given)
+    away |= {name: words[name] for name in ("use_cache", "cache_implementation") if name in words}
+    rest = {name: value for name, value in words.items() if name != "generation_config"}
+    config = copy.deepcopy(words.get("generation_config") or model.generation_config)
+    if max_new_tokens is None and given.get("max_length") is None:
+        max_new_tokens = config.max_new_tokens or model.generation_config.max_new_tokens or 256
+    more = config.update(**rest | away, **{} if max_new_tokens is None else {"max_new_tokens": max_new_tokens})
     config.num_beams = config.num_beams or 1
-    # What the config leaves open, transformers takes from the model's own; an argument goes before both.
-    again = {name: given[name] for name in ("use_cache", "cache_implementation") if name in given}
-    return {**more, **again, "generation_config": config}
+    return {**more, **away, "generation_config": config}

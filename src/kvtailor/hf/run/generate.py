@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from kvtailor.hf.model.tensor_parallel import RankHeads, share_of, told_by_first
 from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.reader import CacheReader
 from kvtailor.hf.run.sharing import can_follow, can_remake, keep_queries
-from kvtailor.hf.run.words import check_no_template, known_words, own_words
+from kvtailor.hf.run.words import OF_CACHES, check_config, check_no_template, file_of, known_words, own_words
 from kvtailor.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from kvtailor.ops.notebook_html import html_block, html_table
 from kvtailor.plan import Plan
@@ -42,8 +42,8 @@ from kvtailor.speculate.steps import Steps
 
 __all__ = ["Generated", "generate"]
 
-# Words of a generation config about what holds the keys and values, and about lengths, which are given here.
-_OF_CACHES = frozenset({"use_cache", "cache_implementation", "cache_config", "max_cache_len", "max_length"})
+# Of a model's generation config: what no sentence needs, since the cache and the longest text are given here.
+_NOT_SAID = OF_CACHES | {"max_length"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,10 +149,11 @@ def generate(
         PlanError: the target's plan does not allow to verify several tokens at once; nothing has been done then.
         UnsupportedModel: the draft model has another vocabulary or is elsewhere, or steps cannot be recorded and
             `graphs` is set.
-        CacheMisuse: what was given does not fit together.
+        CacheMisuse: what was given does not fit together, or the model's config.json has words of `generate`.
         UnknownName: there is no such argument.
     """
-    _check_text_alone(model, input_ids, inputs)
+    drawn = {"temperature": (temperature, 1.0), "top_k": (top_k, None), "top_p": (top_p, 1.0)} if do_sample else {}
+    _check_text_alone(model, input_ids, inputs, {name for name, (value, usual) in drawn.items() if value == usual})
     target_plan, small_plan, own_plan = (_parsed(each) for each in (plan, draft_plan, middle_plan))
     assert target_plan is not None
     lookahead = _checked(target_plan, draft, small_plan, own_plan, gamma, inner_gamma, min_gain, refresh)
@@ -234,13 +235,19 @@ def generate(
     )
 
 
-def _check_text_alone(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> None:
-    """Refuse images, which a draft and the readers of the stage `speculate` would have to read as well."""
+def _check_text_alone(model: Any, ids: Tensor, inputs: Mapping[str, Any], unsaid: Collection[str]) -> None:
+    """Refuse images, which a draft and the readers of the stage `speculate` would have to read as well.
+
+    Args:
+        unsaid: arguments of sampling that the caller left as they are.
+    """
     instead = f"call model.generate(**inputs, {CACHE_ARGUMENT}=kvtailor.cache_for(model, plan)), which reads images"
     own, taken = inspect.signature(generate).parameters, inspect.signature(model.forward).parameters
-    of_generate = known_words(model) - taken.keys() if inputs else set()
+    of_generate = known_words(model) - (taken.keys() - OF_CACHES) if inputs else set()
     for name in inputs:
-        if name in CACHE_ARGUMENTS:
+        if inputs[name] is None and name in of_generate:
+            continue
+        if name in (*CACHE_ARGUMENTS, *OF_CACHES):
             raise CacheMisuse(
                 f"kvtailor.generate makes the cache of its plan by itself, and got {name}: leave it out, or call "
                 f"model.generate(**inputs, {CACHE_ARGUMENT}=cache)"
@@ -256,11 +263,16 @@ def _check_text_alone(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> Non
         if inputs[name] is not None:
             raise CacheMisuse(f"kvtailor.generate reads text alone, and got {name}: {instead}")
     check_text(model, ids, "kvtailor.generate", instead)
-    left_out = {name: value for name, value in own_words(model).items() if name not in own and name not in _OF_CACHES}
+    check_config(model)
+    left_out = {
+        name: value
+        for name, value in own_words(model).items()
+        if (name not in own or name in unsaid) and name not in _NOT_SAID
+    }
     if left_out:
         said = ", ".join(f"{name}={value!r}" for name, value in left_out.items())
         warnings.warn(
-            f"the model's generation config (generation_config.json) says {said}, which kvtailor.generate leaves out; "
+            f"the model's generation config ({file_of(model)}) says {said}, which kvtailor.generate leaves out; "
             "s.generate(ids) of `with kvtailor.session(model, plan) as s` follows it",
             stacklevel=5,
         )

@@ -16,7 +16,23 @@ from transformers.generation.utils import GenerationMixin
 from kvtailor.errors import CacheMisuse, UnknownName
 from kvtailor.hf.versions import CACHE_ARGUMENTS, template_variables
 
-__all__ = ["check_no_template", "known_words", "left_out", "own_words", "told", "words_of"]
+__all__ = [
+    "OF_CACHES",
+    "check_config",
+    "check_no_template",
+    "file_of",
+    "in_one_answer",
+    "known_words",
+    "left_out",
+    "own_words",
+    "told",
+    "words_of",
+]
+
+# Of what holds the keys and values.
+OF_CACHES = frozenset({"cache_config", "cache_implementation", "max_cache_len", "use_cache"})
+
+_OWN = "the model's generation config"
 
 # Not of how a text is written: special tokens, what is returned beside it, and what transformers notes for itself.
 _NOT_OF_WRITING = frozenset(
@@ -33,20 +49,12 @@ _NOT_OF_WRITING = frozenset(
         "transformers_version",
     }
 )
+# What drafts, and so needs an empty cache.
+_DRAFTS = frozenset({"assistant_early_exit", "assistant_model", "prompt_lookup_num_tokens", "use_mtp"})
+# What is found in text.
+_OF_TEXT = {"stop_strings": "are found in text", "token_healing": "writes the prompt's last token anew"}
 # What a stream of one text from one cache of ours cannot follow.
-_ONE_TEXT = frozenset(
-    {
-        "cache_config",
-        "cache_implementation",
-        "max_cache_len",
-        "num_beams",
-        "num_return_sequences",
-        "prompt_lookup_num_tokens",
-        "stop_strings",
-        "use_cache",
-        "use_mtp",
-    }
-)
+_ONE_TEXT = OF_CACHES | _DRAFTS | {"is_assistant", "num_beams", "num_return_sequences"} | _OF_TEXT.keys()
 # Of chat templates, whose ids are made before `generate`; a tokenizer's own template tells of more.
 _OF_TEMPLATES = frozenset(
     {"add_generation_prompt", "chat_template", "continue_final_message", "documents", "enable_thinking", "messages"}
@@ -94,6 +102,21 @@ def check_no_template(name: str, tokenizer: Any = None) -> None:
         )
 
 
+def check_config(model: Any) -> None:
+    """Raise where a model's configuration, not its generation config, has words of `generate`.
+
+    Raises:
+        CacheMisuse: it has; transformers' own `generate` refuses such a model.
+    """
+    moved: dict[str, Any] = getattr(model.config, "_get_generation_parameters", dict)()
+    if moved:
+        said = ", ".join(f"{name}={value!r}" for name, value in moved.items())
+        raise CacheMisuse(
+            f"the model's configuration (config.json) says {said}, which transformers takes from "
+            "generation_config.json alone: move it there, or set it to None on model.config"
+        )
+
+
 def own_words(model: Any) -> dict[str, Any]:
     """What the model's generation config says of how a text is written, without what is so for every model."""
     usual = {name: value for name, value in GenerationConfig().to_dict().items() if value is not None} | _usual(model)
@@ -105,11 +128,17 @@ def own_words(model: Any) -> dict[str, Any]:
     }
 
 
+def file_of(model: Any) -> str:
+    """Return the name of the file that a model's generation config stands in; of a folder without one, config.json."""
+    made = getattr(model.generation_config, "_from_model_config", None)
+    return "generation_config.json, or config.json where there is none" if made else "generation_config.json"
+
+
 def left_out(model: Any, temperature: float) -> dict[str, Any]:
     """Return arguments that keep `generate` from following the model's files where a decoder promises otherwise.
 
     At temperature 0 the likeliest token is promised, so all goes that changes it; above it, what writes several texts
-    or drafts. `stop_strings` always need a tokenizer, and go too.
+    or drafts. `stop_strings` and `token_healing` always need a tokenizer, and go too.
     """
     usual = _usual(model)
     own = own_words(model).keys()
@@ -124,7 +153,7 @@ def told(model: Any, temperature: float) -> str | None:
     kept = ", ".join(f"{name}={value!r}" for name, value in own.items() if name not in gone and name not in _GIVEN)
     parts = [f"leaves out {away}" if away else "", f"follows {kept}" if kept else ""]
     said = " and ".join(part for part in parts if part)
-    return f"Of the model's generation_config.json this run {said}." if said else None
+    return f"Of the model's {file_of(model)} this run {said}." if said else None
 
 
 def words_of(model: Any, given: Mapping[str, Any], *, tokenizer: Any = None) -> dict[str, Any]:
@@ -145,38 +174,64 @@ def words_of(model: Any, given: Mapping[str, Any], *, tokenizer: Any = None) -> 
         if name not in known:
             check_no_template(name, tokenizer)
             raise UnknownName("argument of generate", name, known)
-    moved: dict[str, Any] = getattr(model.config, "_get_generation_parameters", dict)()
-    if moved and given.get("generation_config") is None:
-        said = ", ".join(f"{name}={value!r}" for name, value in moved.items())
-        raise CacheMisuse(
-            f"the model's configuration (config.json) says {said}, which transformers takes from "
-            "generation_config.json alone: move it there, or set it to None on model.config"
-        )
+    if given.get("generation_config") is None:
+        check_config(model)
     words = dict(given)
     for where, said_there in _places(model, given):
-        of_caller = where != "the model's generation config (generation_config.json)"
         if said_there.get("cache_implementation") is not None:
-            if of_caller:
+            if not where.startswith(_OWN):
                 raise CacheMisuse(
                     f"{where}: cache_implementation={said_there['cache_implementation']!r} asks for a cache of "
                     "transformers, and the plan makes its own: leave it out"
                 )
             words["cache_implementation"] = None
         if said_there.get("use_cache") is False:
-            if of_caller:
+            if not where.startswith(_OWN):
                 raise CacheMisuse(
                     f"{where}: use_cache=False feeds the whole text again at every token, and nothing would be "
                     "compressed: leave it out"
                 )
             words["use_cache"] = True
-        if said_there.get("stop_strings") is not None and words.get("tokenizer") is None:
+        for name, why in _OF_TEXT.items():
+            if said_there.get(name) in (None, False) or words.get("tokenizer") is not None:
+                continue
             if tokenizer is None:
                 raise CacheMisuse(
-                    f"{where}: stop_strings={said_there['stop_strings']!r} are found in text, which takes the model's "
-                    "tokenizer: give tokenizer= as well"
+                    f"{where}: {name}={said_there[name]!r} {why}, which takes the model's tokenizer: give tokenizer= "
+                    "as well"
                 )
             words["tokenizer"] = tokenizer
     return words
+
+
+def in_one_answer(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what takes from the model's files what one answer from a cache that has seen its context cannot follow.
+
+    Args:
+        model, given: see `words_of`.
+
+    Raises:
+        CacheMisuse: the caller asks for it.
+    """
+    away: dict[str, Any] = {}
+    for where, said_there in _places(model, given):
+        found = {name: said_there[name] for name in sorted(_DRAFTS) if said_there.get(name) not in (None, False)}
+        several = said_there.get("num_return_sequences") or 1
+        if where.startswith(_OWN):
+            away |= dict.fromkeys(found) | ({"num_return_sequences": 1} if several > 1 else {})
+        elif found:
+            name, value = next(iter(found.items()))
+            shown = f"={value!r}" if isinstance(value, int) else ""
+            raise CacheMisuse(
+                f"{where}: {name}{shown} drafts, and prompt lookup and assisted decoding need an empty cache, where a "
+                "question goes on from a context: leave it out, or draft with kvtailor.generate"
+            )
+        elif several > 1:
+            raise CacheMisuse(
+                f"{where}: num_return_sequences={several}, and a question has one answer: leave it out, and ask again "
+                "for another"
+            )
+    return away
 
 
 def _usual(model: Any) -> dict[str, Any]:
@@ -195,7 +250,4 @@ def _places(model: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, Mapping
         yield "the generation_config that was given", said
         hidden |= {name for name, value in said.items() if value is not None}
     own = vars(model.generation_config)
-    yield (
-        "the model's generation config (generation_config.json)",
-        {name: value for name, value in own.items() if name not in hidden},
-    )
+    yield f"{_OWN} ({file_of(model)})", {name: value for name, value in own.items() if name not in hidden}
