@@ -10,9 +10,9 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import kvtailor
-from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
+from kvtailor.errors import ArgumentError, CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import HANDLE, NAME
-from kvtailor.hf.versions import hand_cache
+from kvtailor.hf.versions import CACHE_ARGUMENTS, hand_cache
 from tests.support.seam.zoo import ROUNDING, VOCABULARY, build, error, prompts
 
 SNAP = "snapkv(window=6) @ tokens=16"
@@ -277,3 +277,19 @@ def test_inputs_embeds_and_hidden_states() -> None:
     options = {"max_new_tokens": 4, "do_sample": False, "output_hidden_states": True, "return_dict_in_generate": True}
     found = ours.generate(inputs_embeds=embedded, **hand_cache(kvtailor.cache_for(ours, "full")), **options)
     assert torch.equal(found.sequences, own.generate(inputs_embeds=embedded, **options).sequences)
+
+
+@pytest.mark.parametrize("name", CACHE_ARGUMENTS)
+def test_a_session_prefills_a_cache_that_is_given(name: str) -> None:
+    model = build("llama")
+    first, more = torch.randint(3, 60, (1, 20)), torch.randint(3, 60, (1, 5))
+    with kvtailor.session(model, "streaming @ tokens=8") as s:
+        cache = s.prefill(first)
+        assert s.prefill(more, **{name: cache}) is cache and cache.seen == 25
+        for word, said in (("plan", "a session has its plan"), ("tokenizer", "a session has its tokenizer")):
+            with pytest.raises(CacheMisuse, match=said):
+                s.prefill(more, **{word: "full"})
+        with pytest.raises(CacheMisuse, match="two names of one argument"):
+            s.prefill(more, cache=cache, past_key_values=cache)
+        with pytest.raises(ArgumentError, match="cache must be"):
+            s.prefill(more, **{name: object()})

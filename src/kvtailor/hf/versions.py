@@ -23,6 +23,7 @@ from kvtailor.errors import CacheMisuse
 
 __all__ = [
     "ASSISTED_LOOP",
+    "ATTENTION_CACHE_ARGUMENTS",
     "CACHE_ARGUMENT",
     "CACHE_ARGUMENTS",
     "POSITIONS_IN_FORWARD",
@@ -45,6 +46,8 @@ CACHE_ARGUMENT = next(
     for name in CACHE_ARGUMENTS
     if name in inspect.signature(utils.GenerationMixin.prepare_inputs_for_generation).parameters
 )
+# Every name by which the attention of some family in some release takes it.
+ATTENTION_CACHE_ARGUMENTS = (*CACHE_ARGUMENTS, "past_key_value", "layer_past", "curr_past_key_values", "past")
 # In releases after 5.17 a model asks the cache for a layer's states; before, it read the layer's attribute.
 STATES_ARE_ASKED_FOR = hasattr(Cache, "get_conv_state")
 

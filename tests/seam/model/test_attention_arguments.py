@@ -21,7 +21,7 @@ import kvtailor
 from kvtailor.errors import CacheMisuse, UnsupportedModel
 from kvtailor.hf.attention import attention
 from kvtailor.hf.model.attending.softmax import CHANGES_NOTHING, REFUSED, SUPPORTED, softmax_of
-from kvtailor.hf.versions import hand_cache
+from kvtailor.hf.versions import CACHE_ARGUMENTS, hand_cache
 from tests.support.seam.zoo import ROUNDING, build, error, prompts
 
 MODELS = Path(transformers.__file__).parent / "models"
@@ -57,6 +57,7 @@ def test_each_argument_of_each_family_is_known() -> None:
     for known in (SUPPORTED, set(REFUSED), CHANGES_NOTHING, STATES):
         unknown = {name: of for name, of in unknown.items() if name not in known}
     assert unknown == {}, "decide in hf/model/attending/softmax.py what each of these arguments changes"
+    assert set(CACHE_ARGUMENTS) <= CHANGES_NOTHING, "a model hands on what it was given, by either name"
     assert not SUPPORTED & CHANGES_NOTHING and not set(REFUSED) & (SUPPORTED | CHANGES_NOTHING)
 
 

@@ -24,6 +24,7 @@ from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import load_bare
 from kvtailor.hf.model.modules import modules_by_layer, zero_angles
 from kvtailor.hf.model.projection import output_layer
+from kvtailor.hf.versions import ATTENTION_CACHE_ARGUMENTS
 from kvtailor.plan import Plan
 
 __all__ = [
@@ -40,8 +41,6 @@ INSTEAD = "kivi4 or kvquant4"
 """Presets that lose nothing by such a bias."""
 _MUCH = 2.0
 _PAIRS = 4
-# Names under which attention modules of transformers take a cache.
-_CACHES = ("past_key_values", "cache", "past_key_value", "layer_past", "curr_past_key_values", "past")
 # Bits of an attention module, found once for the biases that it had then.
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[object, float]] = weakref.WeakKeyDictionary()
 _warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
@@ -201,7 +200,7 @@ def _keys_of(model: Any, module: nn.Module, kind: str | None) -> Tensor | None:
         inputs = inputs if norm is None else norm(inputs)
         hidden = torch.cat([inputs.new_zeros(1, width), inputs, -inputs])[None]
         taken = inspect.signature(module.forward).parameters
-        given: dict[str, Any] = {name: _Probe() for name in _CACHES if name in taken}
+        given: dict[str, Any] = {name: _Probe() for name in ATTENTION_CACHE_ARGUMENTS if name in taken}
         angles = zero_angles(model, module, kind, hidden.shape[1])
         if "position_embeddings" in taken and angles is not None:
             given["position_embeddings"] = tuple(each.to(device, like.dtype) for each in angles)

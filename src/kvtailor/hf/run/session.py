@@ -18,7 +18,7 @@ from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.prefill import begin, instruction_of, prefill, read
 from kvtailor.hf.run.words import words_of
 from kvtailor.hf.switch import attention_restored
-from kvtailor.hf.versions import CACHE_ARGUMENT, find_cache, hand_cache, rename_cache
+from kvtailor.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS, find_cache, hand_cache, rename_cache
 from kvtailor.plan import Plan
 from kvtailor.plan.calls import check_call, told
 
@@ -54,9 +54,21 @@ class Session:
         hold: bool = False,
         **inputs: Any,
     ) -> KvCache:
-        """A new cache that has seen a context; see `kvtailor.prefill`."""
+        """A cache that has seen a context: a new one, unless one is given as `cache`; see `kvtailor.prefill`.
+
+        Raises:
+            CacheMisuse: a plan or a tokenizer was given, which the session has; or see `kvtailor.prefill`.
+        """
+        for name in ("plan", "tokenizer"):
+            if name in inputs:
+                raise CacheMisuse(
+                    f"a session has its {name}: leave {name}= out, or call kvtailor.prefill(model, input_ids, plan=...)"
+                )
+        given = find_cache(inputs)
+        more = {name: value for name, value in inputs.items() if name not in CACHE_ARGUMENTS}
+        cache = self.cache() if given is None else given
         how: dict[str, Any] = {"chunk": chunk, "hold": hold, "tokenizer": self.tokenizer}
-        return prefill(self.model, input_ids, attention_mask, cache=self.cache(), **how, **inputs)
+        return prefill(self.model, input_ids, attention_mask, cache=cache, **how, **more)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`model.generate` with a new cache, unless one is given as `cache` (or by its older name, `past_key_values`).

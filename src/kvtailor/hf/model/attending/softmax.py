@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import PlanError, UnsupportedModel
+from kvtailor.hf.versions import CACHE_ARGUMENTS
 from kvtailor.plan import Plan
 from kvtailor.types import PLAIN_SOFTMAX, HeadShare, Softmax
 
@@ -37,7 +38,7 @@ CHANGES_NOTHING = frozenset(
         "interpolate_pos_encoding", "is_causal", "is_first_iteration", "labels", "layer_idx", "logits_to_keep",
         "mamba_attention_mask", "max_length_k", "max_length_q", "mm_encoder_outputs", "mm_token_type_ids",
         "moe_mm_token_type_ids", "num_items_in_batch", "output_attentions", "output_hidden_states",
-        "output_router_logits", "past_key_values", "per_layer_inputs", "pixel_attention_mask", "pixel_mask",
+        "output_router_logits", *CACHE_ARGUMENTS, "per_layer_inputs", "pixel_attention_mask", "pixel_mask",
         "pixel_values", "pixel_values_videos", "ple_input_ids", "position_embeddings", "position_ids", "return_dict",
         "rope_deltas", "second_per_grid_ts", "seq_idx", "sliding_window", "synced_gpus", "token_type_ids",
         "use_audio_in_video", "use_cache", "video_grid_thw", "video_position_ids", "video_second_per_grid",
@@ -45,7 +46,7 @@ CHANGES_NOTHING = frozenset(
     }
 )  # fmt: skip
 # Of transformers' own sdpa, which a layer without our keys calls.
-_OF_SDPA = frozenset({"cache", "position_bias"})
+_OF_SDPA = frozenset({"position_bias"})
 
 
 def softmax_of(module: torch.nn.Module, heads: int, given: Mapping[str, Any], *, of_sdpa: bool = False) -> Softmax:
