@@ -298,7 +298,7 @@ def _suite(
     _pages(options["out"], margins, options["without"])
     pages = suite_pages(suite, records, only=options["tables"])
     summary = summarise(records, margins)
-    _terminal().print(f"\n[bold]{escape(summary.headline)}[/]")
+    _terminal().print(f"\n[bold]{escape(summary.advice.sentence or summary.headline)}[/]")
     if pages is not None:
         show_suite(pages, _terminal())
     return {

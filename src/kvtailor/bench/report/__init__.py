@@ -12,6 +12,7 @@ from kvtailor.bench.report.points import of_one_model
 from kvtailor.bench.report.rows import Row, rows_of
 from kvtailor.bench.report.tables.footnotes import footnotes
 from kvtailor.bench.report.tables.quality import Measure, measures_of
+from kvtailor.bench.report.verdict.advice import Advice, advise
 from kvtailor.bench.report.verdict.verdict import headline, how_judged
 from kvtailor.bench.schema import Record
 
@@ -23,6 +24,7 @@ class Summary:
     """A run in words and numbers.
 
     Attributes:
+        advice: what to do, and what to type next.
         headline: one sentence: which plan, at which memory, is shown to lose less than the margins here.
         margins: what counts as no loss.
         rows: one for each plan, 'full' first.
@@ -32,6 +34,7 @@ class Summary:
         machines: every machine and version behind the numbers, see `machines_of`.
     """
 
+    advice: Advice
     headline: str
     margins: Margins
     rows: tuple[Row, ...]
@@ -66,6 +69,7 @@ def summarise(
     rule = how_judged(rows, measures, margins)
     there = [record for record in ours if not record.missing]
     return Summary(
+        advice=advise(rows, measures, margins, ours[0].model),
         headline=headline(rows, measures, margins),
         margins=margins,
         rows=tuple(rows),

@@ -68,7 +68,8 @@ def texts(
 def markdown_page(records: Sequence[Record], summary: Summary, suites: Sequence[SuitePages] = ()) -> str:
     """The headline, all tables, and what the numbers rest on. Text of a record never becomes HTML."""
     safe = safe_markdown
-    parts = [f"**{safe(summary.headline)}**"]
+    advice = [f"**{safe(summary.advice.sentence)}**"] if summary.advice.sentence else []
+    parts = [*advice, safe(summary.headline) if advice else f"**{safe(summary.headline)}**"]
     for pages in suites:
         parts.append(f"# {safe(pages.title)}\n\n{safe(pages.line)}")
         parts += [f"## {safe(grid.title)}\n\n{as_markdown(grid)}\n\n{safe(grid.note)}".rstrip() for grid in pages.grids]

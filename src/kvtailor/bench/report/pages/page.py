@@ -128,9 +128,19 @@ def _top(title: str, records: Sequence[Record], summary: Summary) -> str:
     return (
         f"<header><h1>{escape(title)}</h1>"
         f'<p class="dim">{escape(_where(records, summary))} {escape(run)}: {counts}.</p>'
+        f"{_advice(summary)}"
         f'<p class="verdict"><strong class="what">Verdict, by an equivalence test</strong> {escape(summary.headline)}'
         ' <a href="#rests">How it was judged</a></p></header>'
     )
+
+
+def _advice(summary: Summary) -> str:
+    """What to do, above the verdict that it rests on."""
+    advice = summary.advice
+    if not advice.sentence:
+        return ""
+    following = f"Next: <code>{escape(advice.next)}</code>" if advice.next is not None else ""
+    return f'<p class="advice"><strong>{escape(advice.sentence)}</strong> {following}</p>'
 
 
 def _where(records: Sequence[Record], summary: Summary) -> str:

@@ -39,7 +39,11 @@ def show(summary: Summary, console: Console) -> None:
     intervals go to a second line of their cell.
     """
     console.print()
-    console.print(Text(summary.headline, style="bold"))
+    advice = summary.advice
+    if advice.sentence:
+        console.print(Text(advice.sentence, style="bold"))
+        console.print()
+    console.print(Text(summary.headline, style="dim" if advice.sentence else "bold"))
     console.print()
     narrow = console.width < _NARROW
     if narrow:
@@ -66,6 +70,9 @@ def show(summary: Summary, console: Console) -> None:
         console.print(Padding(Text(note, style="dim"), (0, 0, 0, 1)))
     what = ", ".join(filter(None, [hardware_text(summary.machines), versions_text(summary.machines)]))
     console.print(Padding(Text(f"{what}.", style="dim"), (0, 0, 0, 1)))
+    if advice.next is not None:
+        console.print()
+        console.print(Text(f"Next: {advice.next}", style="bold"), soft_wrap=True)
 
 
 def _plans(summary: Summary) -> list[Row]:

@@ -10,7 +10,7 @@ from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
 from kvtailor.bench.report.verdict.judged import Judged, fell
 from kvtailor.bench.report.verdict.words import how_sure, limits, loss_words, never, share_of_bytes, to_show, too_few
 
-__all__ = ["beats_full", "beyond_the_model", "headline", "how_judged"]
+__all__ = ["beats_full", "best_of", "beyond_the_model", "headline", "how_judged", "judge"]
 
 LEAST_TELLING = 5.0
 LEAST_GAIN = 0.005
@@ -67,7 +67,7 @@ def _headline(full: Row, smaller: Sequence[Row], measures: Sequence[Measure], ma
         )
     limit = limits(asked, margins)
     shown = [each for each in fair if each.shown]
-    best = _best(shown, fair)
+    best = best_of(shown, fair)
     if best is not None:
         return f"{best.row.label} loses less than {limit} here at {share_of_bytes(best)} of the bytes{how_sure(best)}."
     if shown:
@@ -111,6 +111,20 @@ def how_judged(rows: Sequence[Row], measures: Sequence[Measure], margins: Margin
         f"{said}. What is lacking to show it for a plan, if further samples turn out as those of this run did: "
         f"{'; '.join(open_)}."
     )
+
+
+def judge(
+    rows: Sequence[Row], measures: Sequence[Measure], margins: Margins
+) -> tuple[list[Judged], list[Measure]]:  # fmt: skip
+    """Return the plans that hold less than 'full', with what they lost, and the measures they are judged by.
+
+    Both are empty where there is no 'full', no smaller plan, or nothing that it gets right.
+    """
+    full, smaller = next((row for row in rows if row.is_full), None), _smaller(rows)
+    asked = _asked(full, measures) if full is not None else []
+    if full is None or not smaller or not asked:
+        return [], []
+    return [each for each in _judge_all(smaller, full, asked, margins) if each.scores], asked
 
 
 def beats_full(row: Row) -> bool:
@@ -173,8 +187,8 @@ def _by_bytes(judged: Judged) -> tuple[float, float]:
     return judged.row.ratio or 1.0, judged.drop(NATS)
 
 
-def _best(shown: Sequence[Judged], fair: Sequence[Judged]) -> Judged | None:
-    """Of the plans that are shown to lose little, and that no other beats, the one with the fewest bytes."""
+def best_of(shown: Sequence[Judged], fair: Sequence[Judged]) -> Judged | None:
+    """Return, of the plans that are shown to lose little, and that no other beats, the one with the fewest bytes."""
     unbeaten = [each for each in shown if not any(each.beaten_by(other) for other in fair)]
     return min(unbeaten, key=_by_bytes, default=None)
 
@@ -214,7 +228,7 @@ def _no_verdict(
         alone = [each for each in fair if not each.worse and
                  all(found.below for m, *_, found in each.scores if m.difference_unit == NATS) and
                  not any(fell(m, s) for m, s, *_ in each.scores if m.difference_unit != NATS)]  # fmt: skip
-        best = _best(alone, fair)
+        best = best_of(alone, fair)
         if best is not None:
             said += (
                 f" On the text alone, {best.row.label} loses less than {limits(texts, margins)} at "

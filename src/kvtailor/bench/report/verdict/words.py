@@ -74,7 +74,11 @@ def loss_words(judged: Judged) -> str:
     parts = []
     if texts:
         measure, worst = max(texts, key=lambda each: each[1].value)
-        parts.append(f"{signed(worst.value, 3)} nats per token" + (f" on {measure.name}" if len(texts) > 1 else ""))
+        where = f" on {measure.name}" if len(texts) > 1 else ""
+        if worst.low is not None and worst.high is not None and worst.low <= 0 <= worst.high:
+            # A mean that may be chance is not told as a loss.
+            where += f" ({signed(worst.low, 3)} to {signed(worst.high, 3)})"
+        parts.append(f"{signed(worst.value, 3)} nats per token{where}")
     parts += _answers(judged)
     return ", ".join(parts) or "fewer right answers"
 

@@ -1,0 +1,204 @@
+"""What to do after a run, in one sentence: the plan to use, the plan to leave alone, and what to type next.
+
+Nothing here is said from an interval that contains 0. A plan is recommended where its loss is shown to be below the
+margin, and named as harmful where its loss is shown to be above it. Right answers are told as counts; where they are
+too few to show anything, the sentence says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtailor.bench.measure.equivalence import Margins
+from kvtailor.bench.report.rows import Row
+from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
+from kvtailor.bench.report.verdict.judged import Judged, fell
+from kvtailor.bench.report.verdict.verdict import beats_full, best_of, judge
+from kvtailor.bench.report.verdict.words import limits, share_of_bytes
+
+__all__ = ["Advice", "advise"]
+
+_BROKEN = 2.0
+"""Times the perplexity of 'full' from which on a plan is called broken; also a half of its right answers."""
+_NAMED = 3
+_DEPTHS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What to do.
+
+    Attributes:
+        sentence: empty where nothing can be said; then the headline says why.
+        next: what to type; None where nothing follows.
+    """
+
+    sentence: str = ""
+    next: str | None = None
+
+
+def advise(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins, model: str) -> Advice:
+    """Return what to do after a run.
+
+    Args:
+        rows: from `rows_of`.
+        measures: from `measures_of`.
+        margins: what counts as no loss.
+        model: its name, for the command.
+    """
+    judged, asked = judge(rows, measures, margins)
+    fair = [each for each in judged if each.complete and not beats_full(each.row)]
+    if not fair:
+        return Advice()
+    limit, harmful = limits(asked, margins), _harmful(judged)
+    shown = [each for each in fair if each.shown]
+    if shown:
+        best = best_of(shown, fair)
+        if best is None:
+            return _measure_more(min(shown, key=_bytes), fair, limit, harmful)
+        sentence = f"Use {best.row.label}: {share_of_bytes(best)} of the bytes, {_kept(best)}"
+        return Advice(
+            sentence=f"{sentence}{'; ' + harmful if harmful else ''}.",
+            next=f'kvtailor run --model {model} --plan "{best.row.label}" --prompt-file FILE',
+        )
+    undecided = [each for each in fair if not each.worse]
+    if not undecided:
+        return Advice(
+            sentence=f"Use none of these plans: each loses more than {limit.replace(' and ', ' or ')}; {harmful}.",
+            next=f"kvtailor fit --model {model} --text FILE --memory 50%",
+        )
+    on_text = best_of([each for each in undecided if _is_shown_on_text(each)], fair)
+    if on_text is not None:
+        more = _more([on_text])
+        enough = f", too few to be sure of them{f' ({more} would do)' if more else ''}"
+        sentence = f"Use {on_text.row.label}: {share_of_bytes(on_text)} of the bytes, {_kept(on_text)}{enough}"
+        return Advice(
+            sentence=f"{sentence}{'; ' + harmful if harmful else ''}.",
+            next=f'kvtailor run --model {model} --plan "{on_text.row.label}" --prompt-file FILE',
+        )
+    more = _more(undecided)
+    names = _listed([each.row.label for each in undecided])
+    sentence = (
+        f"Use none of these plans yet: whether {names} lose{'s' if len(undecided) == 1 else ''} less than {limit} "
+    )
+    sentence += (
+        "is not shown, nor that they lose more" if len(undecided) > 1 else "is not shown, nor that it loses more"
+    )
+    return Advice(
+        sentence=f"{sentence}{'; ' + harmful if harmful else ''}.",
+        next=f"the same command with {more}" if more else None,
+    )
+
+
+def _is_shown_on_text(judged: Judged) -> bool:
+    """Whether a plan is shown to lose little on all text, and needles, if too few, show no loss beyond chance."""
+    texts = [found.below for m, _, _, found in judged.scores if m.difference_unit == NATS]
+    others = [(m, s) for m, s, _, _ in judged.scores if m.difference_unit != NATS]
+    return bool(texts) and all(texts) and all(m.task == "needle" and not fell(m, s) for m, s in others)
+
+
+def _measure_more(shown: Judged, fair: Sequence[Judged], limit: str, harmful: str) -> Advice:
+    """Where the plan that is shown to lose little is beaten by one of which that is not shown."""
+    better = min((other for other in fair if shown.beaten_by(other)), key=_bytes)
+    more = _more([better])
+    sentence = (
+        f"Measure more before you choose: {shown.row.label} is shown to lose less than {limit} at "
+        f"{share_of_bytes(shown)} of the bytes, and {better.row.label}, at {share_of_bytes(better)}, may lose no more"
+    )
+    return Advice(
+        sentence=f"{sentence}{'; ' + harmful if harmful else ''}.",
+        next=f"the same command with {more}" if more else None,
+    )
+
+
+def _bytes(judged: Judged) -> float:
+    return judged.row.ratio or 1.0
+
+
+def _kept(best: Judged) -> str:
+    """What a plan is shown to lose at most, and its right answers; of several kinds of them those it lost most of."""
+    bounds = [found.bound for m, _, _, found in best.scores if m.difference_unit == NATS and found.bound is not None]
+    parts = [f"at most {max(0.0, math.ceil(1000 * max(bounds)) / 1000):.3f} nats per token lost"] if bounds else []
+    answers = [(m, s, full) for m, s, full, _ in best.scores if m.task == "needle" and m.difference_unit == POINTS]
+    if answers:
+        measure, ours, full = min(answers, key=lambda each: each[1].value - each[2].value)
+        parts.append(_answers(measure, ours, full, several=len(answers) > 1))
+    return ", ".join(parts) or "its loss shown to be below the margin"
+
+
+def _harmful(judged: Sequence[Judged]) -> str:
+    """The plans that are shown to lose more than the margin, the worst with its numbers; empty where there is none."""
+    worst = sorted((each for each in judged if each.worse), key=lambda each: (_is_broken(each), *_harm(each)))[::-1]
+    if not worst:
+        return ""
+    first, broken = worst[0], [each.row.label for each in worst[1:] if _is_broken(each)]
+    told = f"{first.row.label} {'is broken here' if _is_broken(first) else 'loses most here'}: {_numbers(first)}"
+    return told + (f" ({_listed(broken)} too)" if broken else "")
+
+
+def _harm(judged: Judged) -> tuple[float, float]:
+    return judged.drop(NATS), judged.drop(POINTS)
+
+
+def _is_broken(judged: Judged) -> bool:
+    for measure, ours, full, found in judged.scores:
+        if found.above and measure.difference_unit == NATS and ours.value >= _BROKEN * full.value:
+            return True
+        if found.above and measure.difference_unit == POINTS and _BROKEN * ours.value <= full.value:
+            return True
+    return False
+
+
+def _numbers(judged: Judged) -> str:
+    """What a plan reached where it is shown to lose, against 'full': of several texts or tasks the worst."""
+    above = [each for each in judged.scores if each[3].above]
+    texts = [each for each in above if each[0].difference_unit == NATS]
+    if texts:
+        _, ours, full, _ = max(texts, key=lambda each: each[1].value / each[2].value)
+        return f"perplexity {ours.value:.3g} against {full.value:.3g}"
+    measure, ours, full, _ = max(above, key=lambda each: abs(each[1].value - each[2].value))
+    if measure.difference_unit == POINTS:
+        return _answers(measure, ours, full, several=sum(m.difference_unit == POINTS for m, *_ in judged.scores) > 1)
+    return f"{ours.value:.3g} against {full.value:.3g} in {measure.name}"
+
+
+def _more(undecided: Sequence[Judged]) -> str:
+    """The options that would decide it for one of the plans, if further samples turn out alike; empty: none would."""
+    found: list[tuple[int, str]] = []
+    for each in undecided:
+        lacking = [(m.task, f.needed, s.samples) for m, s, _, f in each.scores if not f.below]
+        if any(needed is None or task not in ("perplexity", "needle") for task, needed, _ in lacking):
+            continue
+        words = []
+        windows = [needed or 0 for task, needed, _ in lacking if task == "perplexity"]
+        answers = [needed or 0 for task, needed, _ in lacking if task == "needle"]
+        if windows:
+            words.append(f"--windows {_round_up(max(windows))}")
+        if answers:
+            words.append(f"--documents {math.ceil(max(answers) / _DEPTHS)}")
+        if words:
+            found.append((max(windows + answers), " ".join(words)))
+    return min(found)[1] if found else ""
+
+
+def _round_up(number: int) -> int:
+    digits = max(0, len(str(number)) - 2)
+    step: int = 10**digits
+    return math.ceil(number / step) * step
+
+
+def _answers(measure: Measure, ours: Score, full: Score, *, several: bool) -> str:
+    """Right answers of a plan and of 'full', with the name of what was asked where it is one of several."""
+    where = f" in {measure.name}" if several else ""
+    return f"{_right(ours)} of {ours.samples} answers right{where} ('full': {_right(full)})"
+
+
+def _right(score: Score) -> int:
+    return round(score.value * score.samples / 100)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
