@@ -13,8 +13,7 @@ from kvtailor.engine.observe import observe
 from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Held, Needs, Rotation
-from kvtailor.types.evidence import Evidence
-from kvtailor.types.held import _strided
+from kvtailor.types.evidence import Evidence, strided
 
 
 @pytest.mark.parametrize("pieces", [(63,), (16, 16, 16, 15), (40, 1, 1, 21), (1,) * 63])
@@ -124,7 +123,7 @@ def test_fewer_of_a_sample_are_what_fewer_would_have_been_sampled(fewer: int) ->
     query, pads = torch.randn(3, 2, 63, 8), (0, 30, 62)
     real = torch.arange(63) >= torch.tensor(pads)[:, None]
     whole, less = (observe(Needs(rows=most), Evidence(), query, 0, None, real=real) for most in (16, fewer))
-    found, columns = _strided(whole.sampled, whole.sampled_columns, fewer)
+    found, columns = strided(whole.sampled, whole.sampled_columns, fewer)
     for row, pad in enumerate(pads):
         expected = naive_sample(query[row], list(range(pad, 63)), min(fewer, 16))
         there = columns[row] >= 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from kvtailor.bench import checks
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import OWN, Contestant
+from kvtailor.bench.measure.kept_prompts import KeptPrompts
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import AllAtOnce, PlanByPlan, Sample, Scored, Task
@@ -75,6 +76,30 @@ def records_of_sample(
         KvtailorError, Fraud: see `records_of`.
     """
     cells = [_Cell(task, sample, given, contestant) for contestant in contestants]
+    with _sharing(given, sample):
+        yield from _of_cells(task, sample, given, cells, failed)
+
+
+@contextmanager
+def _sharing(given: Given, sample: Sample) -> Iterator[None]:
+    """While it is open, prompts of a sample are kept for all plans of a run; what is kept is dropped then."""
+    kept = _kept_of(given)
+    kept.begin([each.plan for each in given.contestants if each.plan is not None], of=sample.text_hash)
+    try:
+        yield
+    finally:
+        kept.end()
+
+
+def _kept_of(given: Given) -> KeptPrompts:
+    """The kept prompts of a subject; of one without, some that nothing comes to."""
+    kept = given.subject.kept
+    return kept if isinstance(kept, KeptPrompts) else KeptPrompts()
+
+
+def _of_cells(
+    task: Task, sample: Sample, given: Given, cells: Sequence[_Cell], failed: dict[str, str]
+) -> Iterator[Record]:
     if isinstance(task, AllAtOnce):
         yield from _all_at_once(task, sample, given, cells)
     elif isinstance(task, PlanByPlan):
@@ -104,6 +129,8 @@ def _of_one(task: PlanByPlan, sample: Sample, given: Given, cell: _Cell, failed:
     if cell.contestant.hash in failed:
         return replace(cell.blank, error=failed[cell.contestant.hash])
     begin = time.perf_counter()
+    kept = _kept_of(given)
+    kept.begin_record()
     try:
         scored = task.score(given.subject, cell.contestant, sample, cell.advance)
     except Fraud:
@@ -113,14 +140,16 @@ def _of_one(task: PlanByPlan, sample: Sample, given: Given, cell: _Cell, failed:
         cell.finish()
         return replace(cell.blank, error=str(error))
     cell.finish()
-    return _filled(task, cell.blank, scored, time.perf_counter() - begin)
+    found = _filled(task, cell.blank, scored, time.perf_counter() - begin)
+    return replace(found, **kept.told(cell.contestant.plan))
 
 
 def _all_at_once(task: AllAtOnce, sample: Sample, given: Given, cells: Sequence[_Cell]) -> Iterator[Record]:
     known = known_together(task, [cell.known for cell in cells])
     turns = _Turns({cell.contestant.hash: cell for cell in cells}, cells[0].blank.machine if cells else {})
     missing = [cell.contestant for cell, record in zip(cells, known, strict=True) if record is None]
-    begin = time.perf_counter()
+    begin, kept = time.perf_counter(), _kept_of(given)
+    kept.begin_record()
     scored = task.score_all(given.subject, missing, sample, turns) if missing else {}
     wall = time.perf_counter() - begin
     for cell, record in zip(cells, known, strict=True):
@@ -130,7 +159,8 @@ def _all_at_once(task: AllAtOnce, sample: Sample, given: Given, cells: Sequence[
         elif cell.contestant.hash in turns.errors:
             yield replace(cell.blank, error=turns.errors[cell.contestant.hash])
         else:
-            yield _filled(task, cell.blank, scored[cell.contestant.hash], wall)
+            filled = _filled(task, cell.blank, scored[cell.contestant.hash], wall)
+            yield replace(filled, **kept.told(cell.contestant.plan))
 
 
 def known_together(task: AllAtOnce, known: list[Record | None]) -> list[Record | None]:

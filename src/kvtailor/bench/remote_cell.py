@@ -20,6 +20,7 @@ from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.loop import Calibrations, Given, records_of_sample
 from kvtailor.bench.measure import machine
+from kvtailor.bench.measure.kept_prompts import NOT_SHARED, TIMED, KeptPrompts
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Task
@@ -51,6 +52,7 @@ class ModelThere:
         fingerprint, dtype, device: what it must be like where it was loaded; of the device the type.
         folder: of the run, in which relative paths of models, data and calibrations are looked for, if it is there.
         versions: of Python, torch, transformers and kvtailor, which must be the run's.
+        share: a worker keeps prompts beside the model from one cell to the next, see `bench.measure.kept_prompts`.
     """
 
     name: str
@@ -60,6 +62,7 @@ class ModelThere:
     device: str
     folder: str
     versions: Mapping[str, str | None]
+    share: bool = True
 
     @classmethod
     def of(cls, subject: Subject) -> ModelThere:
@@ -78,6 +81,7 @@ class ModelThere:
             device=subject.device.type,
             folder=os.getcwd(),
             versions=machine.versions(),
+            share=not isinstance(subject.kept, KeptPrompts) or subject.kept.off is None,
         )
 
     def differences(self, here: Mapping[str, object]) -> str:
@@ -255,6 +259,9 @@ def _records(asked: Asked, bandwidth: bool) -> Iterator[Record]:
             "data and packages"
         )
     here = _machine(str(subject.device), job.model.dtype, bandwidth, torch.get_num_threads())
+    if job.task.exclusive and isinstance(subject.kept, KeptPrompts):
+        subject.kept.forget()
+        subject = replace(subject, kept=KeptPrompts(off=TIMED))
     given = Given(
         subject=subject,
         contestants=job.contestants,
@@ -307,7 +314,7 @@ def _subject(model: ModelThere) -> Subject:
     Raises:
         _Refused: it is another one here, or cannot be loaded.
     """
-    key = (model.name, model.fingerprint, model.dtype, model.device)
+    key = (model.name, model.fingerprint, model.dtype, model.device, model.share)
     if key not in _MODELS:
         _forget_all()
         _MODELS.clear()
@@ -325,5 +332,6 @@ def _subject(model: ModelThere) -> Subject:
                 f"{model.name} is another model here: fingerprint {found[0]}, {found[1]} on {found[2]}, and not "
                 f"{model.fingerprint}, {model.dtype} on {model.device}. Give all machines the same weights"
             )
-        _MODELS[key] = subject
+        kept = KeptPrompts(lasting=True) if model.share else KeptPrompts(off=NOT_SHARED)
+        _MODELS[key] = replace(subject, kept=kept)
     return _MODELS[key]

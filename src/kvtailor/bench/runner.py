@@ -18,6 +18,7 @@ from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.loop import Given, records_of
 from kvtailor.bench.measure import machine
+from kvtailor.bench.measure.kept_prompts import NOT_SHARED, TIMED, KeptPrompts
 from kvtailor.bench.resources import CellResources
 from kvtailor.bench.schema import NoRecords, Record, leave_out, read_records
 from kvtailor.bench.spread import SpreadJob, machines_of, spread
@@ -35,6 +36,7 @@ _MUST_BE_EQUAL = (
     "python", "torch", "transformers", "kvtailor", "commit", "processor", "threads", "processes", "accelerator",
     "huge_pages",
 )  # fmt: skip
+
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +154,7 @@ def run(
     allow: Sequence[str] = (),
     executor: Executor | None = None,
     resources: CellResources | None = None,
+    share: bool = True,
     judge: Callable[[Sequence[Record]], None] = checks.check_records,
 ) -> list[Record]:
     """Every task for every plan. A run that was killed goes on where it was: what it wrote is not measured again.
@@ -169,6 +172,8 @@ def run(
         allow: sanity checks of `checks.MAY_BE_ALLOWED` that may fail; every record says so in its notes.
         executor: what the cells run on, see `bench.spread`; None: the cells run here, one after the other.
         resources: what a cell takes of an executor's machines; None: one processor.
+        share: a prompt goes through the model once for all plans, where that gives the same numbers; see
+            `bench.measure.kept_prompts`. A subject that keeps prompts already goes on with those.
         judge: what becomes of results that cannot be what they say; by default they end the run. A search leaves the
             plan out instead.
 
@@ -200,6 +205,9 @@ def run(
     # Of a cluster each machine is described where it measures.
     here = machine.describe(bandwidth=bandwidth and executor is None, device=subject.device, dtype=subject.dtype)
     weights, model_hash = subject.weights(), subject.fingerprint()
+    kept = subject.kept if isinstance(subject.kept, KeptPrompts) else KeptPrompts(off=None if share else NOT_SHARED)
+    kept.begin_run(model_hash)
+    subject, timed = replace(subject, kept=kept), replace(subject, kept=KeptPrompts(off=TIMED))
 
     def blank(job: Job) -> Callable[[Contestant], Record]:
         return lambda contestant: Record(
@@ -235,17 +243,20 @@ def run(
 
     def given_for(job: Job, steps: _Steps) -> Given:
         there = [calibrated[each.hash] for each in job.there]
-        return Given(subject=subject, contestants=there, blank=blank(job), advance=steps)
+        alone = job.task is not None and job.task.exclusive
+        return Given(subject=timed if alone else subject, contestants=there, blank=blank(job), advance=steps)
 
     work = [(job, steps, given_for(job, steps)) for job in jobs for steps in [_Steps(advance, job)]]
     if executor is None:
         # Of processes that share a model, one knows what is there.
         done = processes.told(finished(out, subject.device, without=without) if resume and processes.first else {})
-        records = [
-            written(found)
-            for job, steps, given in work
-            for found in _records_of(job, replace(given, known=partial(_known, done)), steps)
-        ]
+        records = []
+        for job, steps, given in work:
+            if given.subject is timed:
+                # What is weighed and timed now stands alone.
+                kept.forget()
+            found = _records_of(job, replace(given, known=partial(_known, done)), steps)
+            records += [written(each) for each in found]
     else:
         cluster = _Cluster(executor, resources or CellResources(), subject, out if resume else None, without)
         told = [(place, written(found)) for place, found in _records_of_cluster(work, cluster)]

@@ -112,6 +112,11 @@ class Record:
         floor_seconds: time for one token if every byte of weights and cache were read once at `machine.read_bandwidth`.
         machine: versions, processor, threads, load and bandwidth, see `bench.measure.machine`.
         wall_seconds: time that this record took to make, warm-up included.
+        prefill: "shared" where the plan's caches were filled from prompts that went through the model once for all
+            plans, "own" where they read them themselves; None where there was no prompt, and of records from before.
+        prefill_own: why a cache read its prompt itself, as the end of a sentence; None where none did.
+        prefill_compared: one prompt of this record was read both ways, and all that the caches held was equal; None
+            where it was another record's turn.
         notes: what a reader must know to judge the numbers, whole sentences.
         error: why there are no numbers, one sentence; None where there are.
     """
@@ -164,6 +169,9 @@ class Record:
     floor_seconds: float | None = None
     machine: Mapping[str, object] = field(default_factory=dict)
     wall_seconds: float | None = None
+    prefill: str | None = None
+    prefill_own: str | None = None
+    prefill_compared: bool | None = None
     notes: tuple[str, ...] = ()
     error: str | None = None
 

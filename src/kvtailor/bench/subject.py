@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from kvtailor.ledger import storage_bytes
 if TYPE_CHECKING:
     from kvtailor.plan import Plan
 
-__all__ = ["Subject", "Tokens", "hash_of"]
+__all__ = ["Prefills", "Subject", "Tokens", "hash_of"]
 
 _UNREAD = f"unread-{secrets.token_hex(8)}"
 
@@ -51,6 +51,15 @@ class Tokens:
     ends: tuple[int, ...] | None
 
 
+class Prefills(Protocol):
+    """What may fill a cache with a prompt in place of a forward."""
+
+    def filled(
+        self, model: Any, ids: Tensor, cache: Any, *, last_only: bool, instruction: Tensor | None = None
+    ) -> Tensor | None:  # fmt: skip
+        """See `bench.measure.kept_prompts.KeptPrompts.filled`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """A model to measure.
@@ -67,6 +76,8 @@ class Subject:
         trained: its answers mean something; the bench asks an untrained model for costs alone.
         elsewhere: makes the same subject in another process; it can be pickled. None: nothing can.
         stock_attention: the attention implementation under which the model's own cache is measured; found by itself.
+        kept: fills caches with prompts that have gone through the model before, see `bench.measure.kept_prompts`; None:
+            each cache reads its prompt itself.
     """
 
     name: str
@@ -78,6 +89,7 @@ class Subject:
     trained: bool = True
     elsewhere: Callable[[], Subject] | None = None
     stock_attention: str | None = None
+    kept: Prefills | None = None
 
     def __post_init__(self) -> None:
         if self.stock_attention is None and hasattr(self.model, "set_attn_implementation"):
@@ -290,12 +302,26 @@ class Subject:
 
     @torch.inference_mode()
     def prefill(self, ids: Tensor, cache: Any, *, last_only: bool = False) -> tuple[Tensor, Any]:
-        """`forward` for a prompt (b, n) on an empty cache: read twice where the plan wants that."""
-        if not _reads_twice(cache):
-            return self.forward(ids, cache, last_only=last_only)
-        from kvtailor.hf.run.prefill import instruction_of, read
+        """`forward` for a prompt (b, n) on an empty cache: read twice where the plan wants that.
 
-        return read(self.model, cache, ids, instruction=instruction_of(self.tokenizer), last_only=last_only), cache
+        With `kept` the cache is filled from the prompt as it has gone through the model before, where it can be.
+        """
+        twice = _reads_twice(cache)
+        instruction = None
+        if twice:
+            from kvtailor.hf.run.prefill import instruction_of
+
+            instruction = instruction_of(self.tokenizer)
+        if self.kept is not None and cache is not None:
+            here = ids.to(self.device)
+            logits = self.kept.filled(self.model, here, cache, last_only=last_only, instruction=instruction)
+            if logits is not None:
+                return logits, cache
+        if not twice:
+            return self.forward(ids, cache, last_only=last_only)
+        from kvtailor.hf.run.prefill import read
+
+        return read(self.model, cache, ids, instruction=instruction, last_only=last_only), cache
 
     def decode(self, following: Tensor, cache: Any, tokens: int, *, graphs: bool = False) -> Any:
         """Feeds so many greedy tokens, of which `following` (b, 1) are the first, and waits for the device.

@@ -36,6 +36,7 @@ from kvtailor.cli.suite_time import MEASURED, say_estimate, say_time_of
 from kvtailor.cli.torchrun import under_torchrun
 from kvtailor.cli.words.lines import say
 from kvtailor.cli.words.margins import margin_options, margins_of
+from kvtailor.cli.words.sharing import share_option
 from kvtailor.cli.words.stopped import kept_in, stopped
 from kvtailor.presets import FULL
 
@@ -116,6 +117,7 @@ OF_ONE_RUN = {
     metavar="LINE",
     help="What a cell takes on the cluster, such as 'cpus=2, memory=8GiB, speed.cpus=8'.  [cpus=1]",
 )
+@share_option
 @click.option("--again", is_flag=True, help="Measure anew what --out already has.")
 @click.option("--leave-out", "without", multiple=True, metavar="FIELD=VALUE", help=LEAVE_OUT)
 @click.option("--allow", multiple=True, help="Go on past this sanity check, by its name; the report says so.")
@@ -179,7 +181,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     try:
         resources = resources_of_line(options["resources"] or "")
         with executor_of(options["ray"], console) as executor, sinks_of(options["send_to"]) as sinks:
-            spread = {"executor": executor, "resources": resources}
+            spread = {"executor": executor, "resources": resources, "share": options["share"] == "on"}
             with console.status(f"loading {options['model']}"):
                 processes = started(options["device"], begin=True)
                 subject = Subject.load(options["model"], dtype=options["dtype"], device=options["device"])
@@ -203,7 +205,7 @@ command.option_groups = {
     "What is compared": ("model", "plans", "texts", "data", "suite", "tables", "given", "estimate"),
     "What is measured": ("tasks", *(name for name in OPTIONS if name not in chain.from_iterable(GROUPS.values()))),
     **GROUPS,
-    "Where it runs": ("dtype", "device", "ray", "resources"),
+    "Where it runs": ("dtype", "device", "share", "ray", "resources"),
     "Results": ("out", "again", "without", "allow", "margin", "margin_points", "send_to", "as_json"),
 }
 

@@ -12,6 +12,7 @@ import click
 
 from kvtailor.cli.words.groups import GroupedCommand
 from kvtailor.cli.words.lines import columns, python_lines, say, wrapped
+from kvtailor.cli.words.sharing import share_option
 from kvtailor.cli.words.stopped import kept_in, stopped
 from kvtailor.fitting.effort import EFFORTS
 
@@ -66,6 +67,7 @@ _NAME = 16  # columns of a name of a plan that the others leave on a terminal of
     "--out", type=click.Path(file_okay=False, path_type=Path),
     help="Folder for plan, page and records; a fit that was killed goes on there.",
 )  # fmt: skip
+@share_option
 @click.option("--again", is_flag=True, help="Fit anew, though --out has a finished fit of this model.")
 @click.option(
     "--ray", is_flag=False, flag_value="here", metavar="[ADDRESS]", help="Measure on a Ray cluster, as in `bench`."
@@ -113,7 +115,7 @@ command.option_groups = {
     "What you have": ("model", "texts", "context", "batch", "memory", "bytes_per_token", "keep_bytes"),
     "What it may lose": ("loss", "points", "tpot"),
     "What is tried, and on what": ("tasks", "proof_tasks", "without", "effort", "no_times", "state"),
-    "Where it runs": ("dtype", "device", "ray", "resources"),
+    "Where it runs": ("dtype", "device", "share", "ray", "resources"),
     "Results": ("out", "again", "as_json"),
 }
 
@@ -153,7 +155,7 @@ def _fit(options: dict[str, Any], console: Console) -> dict[str, Any]:
             context=context, batch=options["batch"], tasks=_tasks(options["tasks"]),
             proof_tasks=_listed(options["proof_tasks"]), without=_listed(options["without"]) or (),
             effort=options["effort"], timed=not options["no_times"], out=options["out"], state=options["state"],
-            executor=executor, resources=resources_of_line(options["resources"] or ""),
+            executor=executor, resources=resources_of_line(options["resources"] or ""), share=options["share"] == "on",
             progress=TerminalProgress(console, options["out"]),
         )  # fmt: skip
     show(found, options["out"])

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvtailor.bench.measure.kept_prompts import NOT_SHARED, KeptPrompts
 from kvtailor.bench.resources import CellResources
 from kvtailor.bench.subject import Subject
 from kvtailor.cluster.contract import Executor
@@ -56,6 +57,7 @@ def fit(
     state: int = 0,
     executor: Executor | None = None,
     resources: CellResources | None = None,
+    share: bool = True,
     progress: Progress | None = None,
 ) -> Fit:
     """Return the plan that answers a question on a model, with the evidence.
@@ -87,6 +89,7 @@ def fit(
             best plan so far stands in its `best-so-far.toml`. None: nothing is kept.
         state: random state of the search.
         executor: of a cluster; None: here. resources: what a cell takes of it.
+        share: a piece of text goes through the model once for all plans; the numbers are the same without.
         progress: told how far it is.
 
     Raises:
@@ -106,6 +109,9 @@ def fit(
         if name not in registry.presets():
             registry.stage_of(name)
     subject = Subject.of(model, tokenizer, "a fit")
+    # Pieces are few and plans come in many runs, so that a piece is kept from one run to the next.
+    kept = KeptPrompts(lasting=True) if share else KeptPrompts(off=NOT_SHARED)
+    subject = replace(subject, kept=kept)
     faults = load_faults(context, batch)
     if faults:
         raise QuestionError(faults)

@@ -6,15 +6,20 @@ from dataclasses import replace
 
 import torch
 from tests.support.bench.dummy import FULL, CountingModel, DummyCache, contestant, subject
+from tests.support.bench.shared_prefill import Louder
+from tests.support.seam.zoo import build, prompts
 
+import kvtailor
 from kvtailor.bench.checks import check_records
 from kvtailor.bench.data.overlap import Calibrated
 from kvtailor.bench.data.texts import generated_text
+from kvtailor.bench.measure.kept_prompts import KeptPrompts
 from kvtailor.bench.runner import run
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.ledger import Entry, Ledger
+from kvtailor.plan import Plan
 
 ALL = generated_text(40_000)
 TEXT, OTHER = ALL[:14_000], ALL[20_000:]
@@ -175,7 +180,17 @@ def throttled(fraud):
     check_records(timed(one=[1.0] * 7 + [1.5 if fraud else 1.0] * 6))
 
 
+def shared_prefill(fraud):
+    model, plan = build("llama"), Plan.parse("snapkv(window=4) @ tokens=20")
+    plan = replace(plan, attend=Louder()) if fraud else plan
+    kept = KeptPrompts()
+    kept.begin([plan])
+    with torch.inference_mode():
+        kept.filled(model, prompts((60,))[0], kvtailor.cache_for(model, plan), last_only=True)
+
+
 FRAUDS = {
+    "shared prefill": shared_prefill,
     "identity": identity,
     "whole budget": whole_budget,
     "repeated data": repeated_data,

@@ -11,6 +11,7 @@ from kvtailor.errors import KvtailorError, UnknownName
 __all__ = ["MAY_BE_ALLOWED", "MEANINGS", "CHECKS", "Finding", "Fraud", "allowances", "is_allowance"]
 
 MEANINGS = {
+    "shared prefill": "a cache that was filled from a kept prompt is not what it is when it reads the prompt itself",
     "identity": "plan 'full' gives other scores than the model's own cache",
     "whole budget": "a plan that may keep or read everything gives other scores than 'full'",
     "repeated data": "two samples of one task have the same tokens",

@@ -245,6 +245,9 @@ def finer(subject: Subject) -> Iterator[torch.dtype]:
             stack.callback(before.remove)
             after = layer.register_forward_hook(_restoring_hook(own))
             stack.callback(after.remove)
+        # What is kept has gone through the model in its own dtype.
+        stack.callback(object.__setattr__, subject, "kept", subject.kept)
+        object.__setattr__(subject, "kept", None)
         if stock not in (None, "sdpa", "eager"):
             # Kernels made for half precision take nothing else.
             object.__setattr__(subject, "stock_attention", "sdpa")

@@ -38,6 +38,7 @@ def evaluate(
     data: str | Path | None = None,
     out: str | Path | None = None,
     again: bool = False,
+    share: bool = True,
     allow: Sequence[str] = (),
     margin: float = 0.02,
     margin_points: float = 10.0,
@@ -71,6 +72,8 @@ def evaluate(
         data: folder with data sets in their original layouts; None: they come from their usual home.
         out: folder for the records; what it has already is not measured again. None: nothing is written.
         again: measure anew what `out` has.
+        share: a prompt goes through the model once for all plans; the numbers are the same without, see
+            `docs/bench.md`.
         allow: sanity checks that may fail, by name; every record then has a note of it.
         margin: nats per token below which a loss on a text must be shown to lie, for the first sentence.
         margin_points: points of percent, the same for right answers.
@@ -111,7 +114,7 @@ def evaluate(
                 on_record(record)
 
         records = run(
-            subject, contestants, made, out=folder, finish=finish, resume=not again, allow=allow, executor=executor,
-            resources=resources, bandwidth=any(KINDS[task.name].of_cost for task in made),
+            subject, contestants, made, out=folder, finish=finish, resume=not again, allow=allow, share=share,
+            executor=executor, resources=resources, bandwidth=any(KINDS[task.name].of_cost for task in made),
         )  # fmt: skip
     return Evaluation(records=tuple(records), summary=summarise(records, margins), out=folder)

@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 
 from kvtailor.engine.layer_parts import Observed
+from kvtailor.engine.saving.layer_saving import state_of
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.hf.layers.of_cache import become
+from kvtailor.hf.layers.states import StatesMixin
+from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.make_cache import gathering_cache
 from kvtailor.hf.mask import LazyMask, lazy_mask
 from kvtailor.hf.run.feeding import fed
@@ -29,7 +32,7 @@ from kvtailor.plan import Plan
 from kvtailor.plan.registry import name_of
 from kvtailor.types import Needs, Repetition, Visibility
 
-__all__ = ["CannotKeep", "KeptPrompt", "fill", "keep", "why_own"]
+__all__ = ["CannotKeep", "KeptPrompt", "difference", "fill", "keep", "why_own"]
 
 
 class CannotKeep(KvtailorError):
@@ -59,6 +62,11 @@ class KeptPrompt:
     def serves(self, plan: Plan) -> bool:
         """Whether a cache under a plan can be filled from it."""
         return why_own(plan) is None and self.needs.covers(plan.needs)
+
+    def is_of(self, model: Any) -> bool:
+        """Whether it has gone through this very model."""
+        of = self.cache.guard.model
+        return of is not None and of() is model
 
     @property
     def bytes(self) -> int:
@@ -159,6 +167,37 @@ def fill(cache: KvCache, kept: KeptPrompt) -> None:
                     engine.take_prompt(found.state, kept_state.observed.evidence.within(needs), visible)
             become(layer, own)
         guard.rope.become(source.guard.rope)
+
+
+def difference(one: KvCache, two: KvCache) -> str | None:
+    """Return in what two caches that have seen the same prompt differ, bit for bit, in words; None where they do not.
+
+    What is on a tier is read for it.
+    """
+    for index, (mine, theirs) in enumerate(zip(one.layers, two.layers, strict=True)):
+        if isinstance(mine, CompressedLayer):
+            (facts, tensors), (other_facts, others) = state_of(mine.state), state_of(theirs.state)
+            if facts != other_facts:
+                return f"what layer {index} of the model says of itself"
+            for name in tensors:
+                if not _bits_equal(tensors[name], others[name]):
+                    return f"{name} of layer {index} of the model"
+        elif isinstance(mine, WindowLayer) and not (
+            _bits_equal(mine.keys, theirs.keys) and _bits_equal(mine.values, theirs.values)
+        ):
+            return f"the window of layer {index} of the model"
+        if isinstance(mine, StatesMixin):
+            states, others = mine.states(), theirs.states()
+            if states.keys() != others.keys() or not all(_bits_equal(states[name], others[name]) for name in states):
+                return f"the states of layer {index} of the model"
+    return None if one.ledger() == two.ledger() else "the bytes of its ledger"
+
+
+def _bits_equal(one: Tensor, two: Tensor) -> bool:
+    """Whether two tensors are equal; NaN equals NaN."""
+    if one.dtype != two.dtype or one.shape != two.shape:
+        return False
+    return torch.equal(one, two) or bool(((one == two) | (one.isnan() & two.isnan())).all())
 
 
 def _append(layer: CompressedLayer, kept: Any, visible: Visibility) -> None:
