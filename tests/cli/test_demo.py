@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,11 @@ def test_the_tour_answers_first_then_measures_and_goes_on_where_it_stopped(small
     assert len(found["answers"]) == 2 * demo.FACTS and {answer["right"] for answer in found["answers"][:4]} == {True}
     assert demo.PLANS["streaming @ keep=0.25"] in told
     assert str(tmp_path / "report.html") in done.stdout.replace("\n", "")
-    assert (tmp_path / "report.html").stat().st_size > 10_000 and found["seconds"] > 0
+    written = (tmp_path / "report.html").read_text(encoding="utf-8")
+    # What the tour took stands on its page, beside what was said before it began.
+    took, expected = re.search(r"This tour took (\d+) seconds; (\d+ \w+) were expected\.", written).groups()
+    assert len(written) > 10_000 and 0 < int(took) <= found["seconds"] + 1
+    assert f"All of it takes about {expected} here." in told
     before = lines_of(tmp_path)
     assert before
     again = CliRunner().invoke(demo.command, ["--out", str(tmp_path)])

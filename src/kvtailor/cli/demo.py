@@ -15,6 +15,8 @@ from kvtailor.cli.words.lines import say
 from kvtailor.presets import FULL
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
     from kvtailor.bench.contestant import Contestant
@@ -37,8 +39,14 @@ FACTS = 4
 CONTEXT = 384
 WINDOWS = 42
 ROUNDS = 2
-WORTH = 160.0
-"""Forwards of so many tokens as the text has that the whole tour is worth, as measured on two cores with AVX2."""
+ANSWER_WORTH = 1.15
+"""An answer over a prompt of its length and `ANSWER_TOKENS` tokens after it, as `_seconds` times them."""
+ANSWER_TOKENS = 8
+WINDOW_WORTH = 1.1
+"""A window of the table, with what is checked of it, over one that `_seconds` times."""
+MORE_WINDOWS = 90
+"""What the rest of the tour takes, in windows: times of tokens, checks of the machine, pages. Measured in processor
+time on one core with AVX-512: 4.5 s of answers, 25.7 s of windows, 8.5 s of the rest."""
 # What to type next, each command on a line of its own that a terminal of 80 columns does not part.
 YOUR_TURN = (
     ("your model, your memory", "kvtailor fit --model NAME --text FILE --memory 2GiB --context 32768"),
@@ -84,12 +92,15 @@ def command(model: str, state: int, out: Path | None, as_json: bool) -> None:
         with Console(stderr=True).status(f"loading {model}"):
             subject = Subject.load(model, dtype=_dtype(model))
         contestants = contestants_of(tuple(PLANS))
-        _begin(subject, console)
+        expected = _begin(subject, contestants, begin, console)
         answers = _answers(subject, contestants, state, console)
         console.rule("what each plan cost, on more text", align="left", style="dim")
         summary = summarise(_bench(subject, contestants, out))
         show(summary, console)
-        page = write(out, out)[0] if out is not None else None
+        page = None
+        if out is not None:
+            took = f"This tour took {time.perf_counter() - begin:.0f} seconds; {expected} were expected."
+            page = write(out, out, said=(took,))[0]
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     seconds = time.perf_counter() - begin
@@ -106,28 +117,66 @@ def _dtype(model: str) -> str | None:
     return "float32" if model in embedded.NAMES else None
 
 
-def _begin(subject: Subject, console: Console) -> None:
-    """Say what a KV cache is, what is about to be shown, and how long that takes on this machine."""
-    import torch
-
+def _begin(subject: Subject, contestants: list[Contestant], begin: float, console: Console) -> str:
+    """Say what a KV cache is, what is about to be shown, and how long that takes on this machine; return the time."""
     from kvtailor.bench.report.pages.terminal import byte_text
     from kvtailor.hf.sizes.of_model import cache_size
 
-    most = LONGEST if subject.positions is None else min(LONGEST, subject.positions)
-    ids = torch.arange(most).remainder(64)[None].to(subject.device) + 4
-    # The first forward of a process takes longer than any other.
-    for tokens in (8, most):
-        begin = time.perf_counter()
-        subject.forward(ids[:, :tokens], None)
-        subject.wait()
-        seconds = time.perf_counter() - begin
+    most = _longest(subject)
     each = cache_size(subject.model, FULL, context=most).total / most
     console.print(
         "As a model reads, it keeps keys and values of every token, to look back at: its KV cache. Here that is "
         f"{byte_text(each)} a token, and it grows with the text. kvtailor keeps fewer tokens, or fewer bits of each. "
         f"You will see the same {FACTS} questions answered from {len(PLANS)} caches, right or wrong, and then a table."
     )
-    console.print(f"All of it takes about {_minutes(WORTH * seconds)} here.", style="dim")
+    answer, window = _seconds(subject, contestants[len(contestants) // 2])
+    windows = WINDOW_WORTH * WINDOWS * (len(contestants) + 1) + MORE_WINDOWS
+    seconds = ANSWER_WORTH * FACTS * len(contestants) * answer + windows * window
+    expected = _minutes(time.perf_counter() - begin + seconds)
+    console.print(f"All of it takes about {expected} here.", style="dim")
+    return expected
+
+
+def _seconds(subject: Subject, contestant: Contestant) -> tuple[float, float]:
+    """Seconds of a prompt as long as the text with some tokens after it, and of a window of the table, on this machine.
+
+    The plan is one of those in the middle: what a plan does itself is a part of both.
+    """
+    import torch
+
+    from kvtailor.bench.tasks.perplexity import score_window
+
+    def timed(work: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        work()
+        subject.wait()
+        return time.perf_counter() - begin
+
+    context, tail = _window(subject)
+    ids = torch.arange(max(_longest(subject), context + tail)).remainder(64).to(subject.device) + 4
+
+    def answer() -> None:
+        _, cache = subject.prefill(ids[None, : _longest(subject)], subject.new_cache(contestant), last_only=True)
+        for _ in range(ANSWER_TOKENS):
+            subject.forward(ids[None, :1], cache)
+
+    def window() -> None:
+        score_window(subject, contestant, ids[:context], ids[context : context + tail])
+
+    # The first of a kind in a process takes longer than any other.
+    timed(window)
+    return timed(answer), min(timed(window) for _ in range(3))
+
+
+def _longest(subject: Subject) -> int:
+    """Tokens of the text that hides the facts, an answer's room left out."""
+    return LONGEST if subject.positions is None else min(LONGEST, subject.positions - ANSWER_ROOM)
+
+
+def _window(subject: Subject) -> tuple[int, int]:
+    """Tokens of a window of the table that are compressed, and that are scored behind them."""
+    context = CONTEXT if subject.positions is None else min(CONTEXT, subject.positions * 3 // 4)
+    return context, context // 6
 
 
 def _minutes(seconds: float) -> str:
@@ -180,7 +229,7 @@ def _documents(subject: Subject, state: int) -> list[Document]:
     """The same facts in the same text, each asked once."""
     from kvtailor.bench.data.synthetic.documents import make_document
 
-    length = LONGEST if subject.positions is None else min(LONGEST, subject.positions - ANSWER_ROOM)
+    length = _longest(subject)
     return [
         make_document(
             "needle",
@@ -256,8 +305,7 @@ def _bench(subject: Subject, contestants: list[Contestant], out: Path | None) ->
     from kvtailor.bench.tasks.perplexity import Perplexity
     from kvtailor.bench.tasks.speed import Speed
 
-    context = CONTEXT if subject.positions is None else min(CONTEXT, subject.positions * 3 // 4)
-    tail, source = context // 6, "generated text"
+    (context, tail), source = _window(subject), "generated text"
     documents = generated_documents(6 * (context + tail) * WINDOWS)
     text = BETWEEN.join(documents)
     tasks: list[Task] = [

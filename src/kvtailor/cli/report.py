@@ -35,7 +35,13 @@ def command(folder: Path, to: Path | None, without: tuple[str, ...], margin: flo
         click.echo(path)
 
 
-def write(folder: Path, to: Path, margins: Margins | None = None, without: Sequence[str] = ()) -> list[Path]:
+def write(
+    folder: Path,
+    to: Path,
+    margins: Margins | None = None,
+    without: Sequence[str] = (),
+    said: Sequence[str] = (),
+) -> list[Path]:
     """The pages of the records in a folder; of records of the same thing, the latest. `report.html` comes first.
 
     Args:
@@ -43,6 +49,7 @@ def write(folder: Path, to: Path, margins: Margins | None = None, without: Seque
         to: where to write.
         margins: what counts as no loss in the headline; None: the usual ones.
         without: records that are left out, see `bench.schema.leave_out`.
+        said: sentences that the pages have besides, first of what the numbers rest on.
 
     Raises:
         RecordError: the folder holds no records, or they do not fit together.
@@ -80,7 +87,7 @@ def write(folder: Path, to: Path, margins: Margins | None = None, without: Seque
     suites = [read_suite(path) for path in sorted((folder / "suites").glob("*.toml"))]
     try:
         checks.check_records(records, stored=True)
-        pages = texts(records, suites, margins, cut)
+        pages = texts(records, suites, margins, [*said, *cut])
     # Each field is of its type, but types do not ensure that a measure has its samples, or a name its number.
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, KvtailorError):

@@ -191,7 +191,7 @@ def _round_up(number: int) -> int:
 
 def _answers(measure: Measure, ours: Score, full: Score, *, several: bool) -> str:
     """Right answers of a plan and of 'full', with the name of what was asked where it is one of several."""
-    where = f" in {measure.name}" if several else ""
+    where = f" in {measure.name.removesuffix(', right')}" if several else ""
     return f"{_right(ours)} of {ours.samples} answers right{where} ('full': {_right(full)})"
 
 
