@@ -13,6 +13,7 @@ __all__ = [
     "FileError",
     "KvtailorError",
     "MethodError",
+    "ModelNotFound",
     "PlanError",
     "TierError",
     "UnknownName",
@@ -59,6 +60,10 @@ class UnknownName(KvtailorError, LookupError):
     def __init__(self, kind: str, name: str, known: Iterable[str]):
         self.name = name
         super().__init__(f"there is no {kind} named {shown(name)}{suggest(name, known)}")
+
+
+class ModelNotFound(KvtailorError, FileNotFoundError, ConnectionError):
+    """A model that is not on this disk and cannot be had, or whose files cannot be read as one; names the place."""
 
 
 class UnsupportedModel(KvtailorError, ValueError):

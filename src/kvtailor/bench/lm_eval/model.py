@@ -19,6 +19,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.lm_eval.held import AfterPrefill, Held
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError, suggest
-from kvtailor.hf.model.config import source_of
+from kvtailor.hf.model.config import base_of, source_of
 from kvtailor.hf.versions import hand_cache
 from kvtailor.presets import FULL
 
@@ -116,9 +117,12 @@ class HarnessModel(HFLM):
         if isinstance(pretrained, Subject):
             self.subject, tokenizer = pretrained, pretrained.tokenizer
         else:
-            # By name, so that the harness makes it with the settings that it would give to `hf`.
-            tokenizer = source_of(pretrained)
             self.subject = Subject.load(pretrained, dtype=None if dtype == "auto" else dtype, device=_device(device))
+            # By name, so that the harness makes it with the settings that it would give to `hf`; not from a GGUF file
+            # or of an adapter, where it does not look for one.
+            source = source_of(pretrained)
+            alone = base_of(source) == source and not Path(source).is_file()
+            tokenizer = source if alone else self.subject.tokenizer
         self.subject.answer_for("the lm-evaluation-harness")
         self.chunk, self.outside, self.held = chunk, outside, Held()
         self.contestant = replace(contestant, calibration=self.subject.provenance(contestant))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -9,13 +11,26 @@ from typing import Any
 
 from huggingface_hub import constants, try_to_load_from_cache
 
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import ModelNotFound
 from kvtailor.hf.model import embedded
 
-__all__ = ["RANDOM", "RANDOM_SHAPES", "check_hub", "config_of", "is_local", "source_of"]
+__all__ = [
+    "RANDOM",
+    "RANDOM_SHAPES",
+    "arguments_of",
+    "base_of",
+    "check_hub",
+    "config_of",
+    "is_local",
+    "source_of",
+    "unreadable",
+]
 
 _PATIENCE = 3.0
 """Seconds that the hub has for its one answer, before it is taken for unreachable."""
+
+# By which a folder of the peft package is known.
+_ADAPTER = "adapter_config.json"
 
 RANDOM = "random-llama"
 """The name of a model that is not trained: for what a plan costs, where lengths matter and answers do not."""
@@ -95,23 +110,23 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
 
 
 def source_of(model: str | Path) -> str:
-    """What is given to transformers: the folder of an embedded model, a local folder, or a name on the hub.
+    """What a model is read from: the folder of an embedded model, a folder, a GGUF file, or a name on the hub.
 
     Raises:
-        FileNotFoundError: ``model`` looks like a folder but is none, or the embedded weights are missing.
+        ModelNotFound: ``model`` looks like a folder but is none, is one without a model, or takes a package that is not
+            here; or the embedded weights are missing.
     """
     ours = str(model) in embedded.NAMES
-    folder = embedded.path(str(model)) if ours else Path(model).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
-                f"asked for the model in {folder}, but it has no config.json: give a folder that "
-                "save_pretrained() wrote, a hub name, or 'demo'"
-            )
-        return str(folder)
-    if ours or folder.is_absolute() or str(model).startswith((".", "~")):
-        raise FileNotFoundError(
-            f"asked for model {str(model)!r}, but there is no folder {folder}: "
+    place = embedded.path(str(model)) if ours else Path(model).expanduser()
+    if place.is_dir():
+        _check_folder(place)
+        return str(place)
+    if place.is_file():
+        _check_file(place)
+        return str(place)
+    if ours or place.is_absolute() or str(model).startswith((".", "~")):
+        raise ModelNotFound(
+            f"asked for model {str(model)!r}, but there is no folder {place}: "
             + (
                 "install the package with its weights, or run python -m kvtailor.demo.export"
                 if ours
@@ -121,32 +136,91 @@ def source_of(model: str | Path) -> str:
     return str(model)
 
 
+def base_of(source: str) -> str:
+    """The model that a PEFT adapter was made for, as its folder says; of everything else itself."""
+    folder = Path(source)
+    if not _is_adapter(folder):
+        return source
+    try:
+        said = json.loads((folder / _ADAPTER).read_text(encoding="utf-8"))
+        base = said["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ModelNotFound(f"{folder / _ADAPTER} does not say which model this adapter is for: {error}") from error
+    return source_of(str(base))
+
+
+def arguments_of(source: str) -> tuple[str, dict[str, Any]]:
+    """What `from_pretrained` of transformers is given for a source: a name or folder, and the rest."""
+    file = Path(source)
+    return (str(file.parent), {"gguf_file": file.name}) if file.is_file() else (source, {})
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / _ADAPTER).is_file() and not (folder / "config.json").is_file()
+
+
+def _check_folder(folder: Path) -> None:
+    if (folder / "config.json").is_file():
+        return
+    if _is_adapter(folder):
+        if importlib.util.find_spec("peft") is None:
+            raise ModelNotFound(
+                f"{folder} holds a PEFT adapter ({_ADAPTER}), not a whole model: install peft (pip install peft), or "
+                "merge it into its model (merge_and_unload() of peft, then save_pretrained()) and give that folder"
+            )
+        return
+    found = sorted(each.name for each in folder.glob("*.gguf"))
+    instead = "give a folder that save_pretrained() wrote, a hub name, or 'demo'"
+    if found:
+        more = "" if len(found) == 1 else f" (of {len(found)})"
+        instead = f"give its GGUF file, {folder / found[0]}{more}"
+    raise ModelNotFound(f"asked for the model in {folder}, but it has no config.json: {instead}")
+
+
+def _check_file(file: Path) -> None:
+    try:
+        with file.open("rb") as opened:
+            magic = opened.read(4)
+    except OSError as error:
+        raise ModelNotFound(f"asked for the model in {file}, which cannot be read: {error.strerror}") from error
+    if magic != b"GGUF":
+        raise ModelNotFound(
+            f"asked for model {str(file)!r}, which is a file and no GGUF file: give the folder that save_pretrained() "
+            "wrote, a GGUF file, a hub name, or 'demo'"
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelNotFound(
+            f"{file} is a GGUF file, which transformers reads with the package gguf: install it (pip install gguf), or "
+            "give the folder of the model that the file was made from"
+        )
+
+
 def is_local(source: str) -> bool:
-    """Whether a folder, or the configuration of a hub name in the hub's local cache, is on this disk.
+    """Whether a folder or file, or the configuration of a hub name in the hub's local cache, is on this disk.
 
     Raises:
-        FileNotFoundError: this cannot be the name of a model on the hub.
+        ModelNotFound: this cannot be the name of a model on the hub.
     """
-    if Path(source).is_dir():
+    if Path(source).exists():
         return True
     try:
         return isinstance(try_to_load_from_cache(source, "config.json"), str)
     except ValueError as error:
-        raise FileNotFoundError(f"there is no folder {source!r}, and no model has such a name: {error}") from error
+        raise ModelNotFound(f"there is no folder {source!r}, and no model has such a name: {error}") from error
 
 
 def check_hub(source: str) -> None:
     """Checks once whether the hub can be reached, before a library tries again and again.
 
     Raises:
-        ConnectionError: it does not answer, or the environment forbids to contact it.
+        ModelNotFound: it does not answer, or the environment forbids to contact it.
     """
     asked = (
         f"asked for model {source!r}, which is not on this disk (no such folder, and not whole in "
         f"{constants.HF_HUB_CACHE}): check the name, or give 'demo' for the embedded model. It cannot be fetched"
     )
     if constants.HF_HUB_OFFLINE:
-        raise ConnectionError(f"{asked}: HF_HUB_OFFLINE forbids to contact {constants.ENDPOINT}")
+        raise ModelNotFound(f"{asked}: HF_HUB_OFFLINE forbids to contact {constants.ENDPOINT}")
     request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
     try:
         urllib.request.urlopen(request, timeout=_PATIENCE).close()
@@ -154,30 +228,47 @@ def check_hub(source: str) -> None:
         # Any answer shows that it is there.
         return
     except OSError as error:
-        raise ConnectionError(f"{asked}: {constants.ENDPOINT} does not answer ({error})") from error
+        raise ModelNotFound(f"{asked}: {constants.ENDPOINT} does not answer ({error})") from error
 
 
 def config_of(model: str) -> Any:
-    """The transformers configuration of a model, see `source_of`.
+    """The transformers configuration of a model, see `source_of`; of an adapter, that of the model it is for.
 
     Raises:
-        KvtailorError: there is no such model.
+        ModelNotFound: there is no such model.
     """
     from transformers import AutoConfig
 
     if model in RANDOM_SHAPES:
         return AutoConfig.for_model(**{"model_type": "llama", **RANDOM_SHAPES[model]})
+    source = base_of(source_of(model))
+    local = is_local(source)
+    if not local:
+        check_hub(source)
+    name, more = arguments_of(source)
     try:
-        source = source_of(model)
-        local = is_local(source)
-        if not local:
-            check_hub(source)
-        return AutoConfig.from_pretrained(source, local_files_only=local)
-    except ConnectionError as error:
-        raise KvtailorError(str(error)) from error
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n", 1)[0]
-        raise KvtailorError(
-            f"there is no model {model!r}: it is neither a folder with a config.json nor found on the hub; check the "
-            f"name, or give 'demo' for the embedded model ({reason})"
-        ) from error
+        return AutoConfig.from_pretrained(name, local_files_only=local, **more)
+    # Of a file that is not whole, or of a type that this transformers does not have.
+    except Exception as error:
+        raise unreadable(model, source, "configuration", error) from error
+
+
+def unreadable(model: str | Path, source: str, part: str, error: Exception) -> ModelNotFound:
+    """Return the sentence on a part of a model that transformers could not read.
+
+    Args:
+        model: as it was asked for.
+        source: see `source_of`.
+        part: such as "tokenizer".
+        error: of transformers.
+    """
+    reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
+    if Path(source).exists():
+        return ModelNotFound(
+            f"the {part} in {source} cannot be read ({reason}): give a folder that save_pretrained() wrote whole, a "
+            "hub name, or 'demo' for the embedded model"
+        )
+    return ModelNotFound(
+        f"there is no model {str(model)!r}: it is neither a folder with a config.json nor found on the hub; check the "
+        f"name, or give 'demo' for the embedded model ({reason})"
+    )

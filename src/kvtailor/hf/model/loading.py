@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,11 +20,22 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import KvtailorError, ModelNotFound
 from kvtailor.hf.model import embedded
 from kvtailor.hf.model.calibrated import UNTRAINED
-from kvtailor.hf.model.config import RANDOM, RANDOM_SHAPES, check_hub, config_of, is_local, source_of
+from kvtailor.hf.model.config import (
+    RANDOM,
+    RANDOM_SHAPES,
+    arguments_of,
+    base_of,
+    check_hub,
+    config_of,
+    is_local,
+    source_of,
+    unreadable,
+)
 from kvtailor.hf.model.processes import ALONE, Processes
+from kvtailor.ops.sizes import binary
 from kvtailor.plan.calls import check_call
 
 __all__ = [
@@ -40,6 +52,12 @@ __all__ = [
 ]
 
 
+# Files of which a tokenizer is read, the usual one first.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+# Kinds of GGUF tensors that hold numbers as they are.
+_PLAIN_KINDS = frozenset({"BF16", "F16", "F32", "F64"})
+
+
 @check_call
 def load(
     model: str | Path,
@@ -51,8 +69,9 @@ def load(
     """Load a causal language model in evaluation mode, with its tokenizer.
 
     Args:
-        model: "demo" or "demo-draft" for the embedded models (nothing is downloaded), a local folder, or a name on the
-            Hugging Face hub; or one of `hf.model.config.RANDOM_SHAPES`, such as "random-llama".
+        model: "demo" or "demo-draft" for the embedded models (nothing is downloaded), a local folder, a GGUF file (by
+            the package gguf), a folder of a PEFT adapter (by the package peft), or a name on the Hugging Face hub; or
+            one of `hf.model.config.RANDOM_SHAPES`, such as "random-llama".
         dtype: of the weights. None: that of the checkpoint's own config; float32 in place of 16 bits on a CPU without
             arithmetic for them, which a warning reports.
         device: to put the weights on. None: CPU.
@@ -62,9 +81,8 @@ def load(
         The model and the tokenizer. The tokenizer pads on the left, and with eos if it has no pad token.
 
     Raises:
-        FileNotFoundError: ``model`` looks like a folder but is none, or the embedded weights are missing.
-        ConnectionError: not on this disk, and the hub does not answer.
-        OSError: neither a folder nor a model that the hub's local cache or the hub has.
+        ModelNotFound: neither on this disk nor had from the hub, or what is there cannot be read as a model with its
+            tokenizer.
         KvtailorError: there is no such device here, or several processes cannot share the model.
     """
     check_device(device)
@@ -75,25 +93,20 @@ def load(
                 "is read from a folder or the hub, such as demo"
             )
         return _random(str(model), dtype, device)
-    name = source_of(model)
-    if not is_local(name):
-        check_hub(name)
-    if dtype is None and torch.device(device or "cpu").type == "cpu":
+    source = source_of(model)
+    base = base_of(source)
+    if not is_local(base):
+        check_hub(base)
+    if dtype is None and torch.device(device or "cpu").type == "cpu" and not Path(source).is_file():
         # What cannot be read is refused below, in the words of what reads the weights.
         with suppress(KvtailorError):
             config = config_of(str(model))
             dtype = faster_dtype(config)
             if dtype is not None:
-                warnings.warn(f"{model}: {slow_here(config)}", stacklevel=2)
-    try:
-        tokenizer, loaded = _read(name, dtype, processes)
-    except ConnectionError:
-        raise
-    except OSError as error:
-        raise OSError(
-            f"asked for model {name!r}, which is neither a folder here nor found on the hub: check the name, "
-            f"or give 'demo' for the embedded model ({error})"
-        ) from error
+                warnings.warn(f"{model}: {slow_here(config)}", stacklevel=3)
+    tokenizer, loaded = _read(model, source, base, dtype, processes)
+    if Path(source).is_file():
+        warnings.warn(f"{source}: {_dequantised(Path(source), loaded)}", stacklevel=3)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if device is not None and processes.size == 1:
@@ -153,29 +166,77 @@ def slow_here(config: Any) -> str:
 
 
 def _read(
-    name: str, dtype: torch.dtype | str | None, processes: Processes
+    model: str | Path, source: str, base: str, dtype: torch.dtype | str | None, processes: Processes
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """From this disk where all of it is there, without a word to the hub; else from the hub, which answers."""
 
     def read(local: bool) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", local_files_only=local)
-        with _quietly(local=local):
-            return tokenizer, AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype or "auto", local_files_only=local, **_shared_by(processes)
-            )
+        tokenizer = _tokenizer(model, source, base, local)
+        name, more = arguments_of(source)
+        try:
+            with _quietly(local=local):
+                return tokenizer, AutoModelForCausalLM.from_pretrained(
+                    name, dtype=dtype or "auto", local_files_only=local, **more, **_shared_by(processes)
+                )
+        # Weights that are not whole, of another form than the configuration, or of a type that is not known.
+        except Exception as error:
+            raise unreadable(model, source, "model", error) from error
 
-    if Path(name).is_dir():
+    if Path(base).exists():
         return read(True)
-    if is_local(name):
+    if is_local(base):
         try:
             return read(True)
-        except (OSError, ValueError) as error:
+        except ModelNotFound as error:
             # A part of it may be missing here. What is wrong with it otherwise is wrong with the hub's as well.
             try:
-                check_hub(name)
-            except ConnectionError as unreachable:
-                raise ConnectionError(f"{unreachable}; what is here cannot be read: {error}") from error
+                check_hub(base)
+            except ModelNotFound as unreachable:
+                raise ModelNotFound(f"{unreachable}; what is here cannot be read: {error}") from error
     return read(False)
+
+
+def _tokenizer(model: str | Path, source: str, base: str, local: bool) -> PreTrainedTokenizerBase:
+    """An adapter's own tokenizer, or that of its model where its folder has none."""
+    own = source == base or any((Path(source) / file).is_file() for file in _TOKENIZER_FILES)
+    name, more = arguments_of(source if own else base)
+    try:
+        made: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            name, padding_side="left", local_files_only=local, **more
+        )
+        empty = len(made.get_vocab()) <= len(made.added_tokens_decoder)
+    # Of several packages, each with errors of its own.
+    except Exception as error:
+        if not _lacks_tokenizer(name):
+            raise unreadable(model, name, "tokenizer", error) from error
+        empty = True
+    if empty:
+        # Transformers makes some an empty vocabulary without a word, in which every text is no token.
+        raise ModelNotFound(
+            f"{name} holds a model without a tokenizer (no {_TOKENIZER_FILES[0]}): put it there with "
+            f"AutoTokenizer.from_pretrained(NAME).save_pretrained({name!r}), where NAME is the model that it was made "
+            "from"
+        )
+    return made
+
+
+def _lacks_tokenizer(folder: str) -> bool:
+    return Path(folder).is_dir() and not any((Path(folder) / file).is_file() for file in _TOKENIZER_FILES)
+
+
+def _dequantised(file: Path, model: PreTrainedModel) -> str:
+    """What became of the codes of a GGUF file, in a sentence."""
+    from gguf import GGUFReader
+
+    kinds = Counter(str(each.tensor_type.name) for each in GGUFReader(file).tensors)
+    coded = ", ".join(f"{count} in {kind}" for kind, count in kinds.most_common() if kind not in _PLAIN_KINDS)
+    size = sum(each.numel() * each.element_size() for each in model.parameters())
+    dtype = str(model.dtype).removeprefix("torch.")
+    what = f"its tensors that hold codes ({coded}) were" if coded else "nothing of it was coded, and all of it was"
+    return (
+        f"{what} turned into {dtype}, {binary(size)} of weights where the file has {binary(file.stat().st_size)}; "
+        "answers are those of the codes, time and memory are not"
+    )
 
 
 def _shared_by(processes: Processes) -> dict[str, Any]:
