@@ -160,14 +160,28 @@ def test_what_was_known_before_or_failed_is_no_pace():
     assert paced([EVEN], [(None, 10), (None, 10), (30, 10)]).words() == ""
 
 
-def test_work_that_was_not_timed_leaves_a_lower_bound():
+def test_of_work_that_was_not_timed_nothing_is_said():
+    """A lower bound that leaves it out was 45 s, 20 minutes before the end."""
     speed = Work(alike=("speed", 512), even=True, cells=5, steps=100)
-    assert paced([EVEN, speed], [(30, 10), (60, 10)]).words() == "1 min or more left"
+    assert paced([EVEN, speed], [(30, 10), (60, 10)]).words() == ""
     assert paced([EVEN, speed], [(30, 10), (60, 10), (30, 10), (30, 10)]).words() == ""
     again = Work(alike=EVEN.alike, even=True, cells=2, steps=20)
     assert paced([EVEN, again], [(30, 10), (60, 10), (30, 10), (30, 10)]).words() == "about 1 min to 2 min left"
     uneven = Work(alike=("needle",), even=False, cells=4, steps=40)
-    assert paced([uneven], [(30, 10), (60, 10)]).words() == "1 min or more left", "longer documents come last"
+    assert paced([uneven], [(30, 10), (60, 10)]).words() == "", "longer documents come last"
+
+
+def test_cells_of_several_kinds_are_forecast_by_kinds():
+    """Two samples of four plans: the first prefills for all, one reads its prompts itself."""
+    kinds = ("first", "shared", "own", "shared")
+    work = Work(alike=("needle", 512), even=True, cells=12, steps=12, kinds=kinds)
+    sample = [(12, 1), (0.2, 1), (12, 1), (0.2, 1)]
+    assert paced([work], sample).words() == "", "one first cell and one of a plan's own are no range"
+    # 12 + 0.2 + 12 + 0.2 are left of the third sample.
+    assert paced([work], 2 * sample).words() == "about 24 s to 25 s left"
+    assert paced([work], 2 * sample + sample[:3]).words() == ""
+    alone = Work(alike=("needle", 512), even=True, cells=4, steps=4, kinds=kinds)
+    assert paced([alone], sample[:2]).words() == "", "the plan that reads its own prompts was not timed"
 
 
 def test_steps_that_a_work_still_owes_are_not_the_next_ones():
@@ -207,4 +221,4 @@ def test_a_line_has_the_time_that_is_left(monkeypatch):
                 seen.step("x")
             seen.finish(record("one", "perplexity", started="2999-01-01T00:00:00+00:00"))
     last = screen.getvalue().splitlines()[-1]
-    assert re.match(r"\[2 of 4, \d:\d\d so far, about \d+ min to \d+ min left\] perplexity", last), last
+    assert re.match(r"\[2 of 4, \d+:\d\d so far, about \d+ min to \d+ min left\] perplexity", last), last

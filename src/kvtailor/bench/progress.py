@@ -2,8 +2,10 @@
 
 The cells of a run (one task for one plan at one point) take very different times, and so do the steps within them, so a
 share of them is no share of the time: what is shown is what was counted, and the time that it has taken so far.
-The time that is left is a range: the steps that are left of a task of one size, at the pace of the fastest and of the
-slowest plan that this run has timed there. Where some work has not been timed it is a lower bound, or nothing at all.
+The time that is left is a range: of each kind of cell that is left, the steps at the pace of the fastest and of the
+slowest one that this run has timed. Cells are of one kind where the task, its sizes and the way to a prompt are the
+same: the first plan of a sample prefills for all others, some read their prompts themselves, and some read them twice.
+Where a kind has not been timed, or documents grow, no time is said: a bound that leaves out the slow cells misleads.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import math
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,12 +56,24 @@ class Work:
         even: its samples are of one size, so that some of them tell how long the others take.
         cells: records that it gives.
         steps: the most steps that it takes.
+        kinds: of each cell of a sample, in their order, what its pace depends on besides; none: all are of one kind.
+        idle: so many of the last cells take no time, since their plans are not there.
     """
 
     alike: tuple[object, ...]
     even: bool
     cells: int
     steps: int
+    kinds: tuple[object, ...] = ()
+    idle: int = 0
+
+    def kind(self, cell: int) -> tuple[object, ...]:
+        """Return what the pace of a cell depends on, by its number."""
+        return *self.alike, self.kinds[cell % len(self.kinds)] if self.kinds else None
+
+    def left(self, done: int) -> Counter[tuple[object, ...]]:
+        """Return how many cells of each kind are left once so many are done."""
+        return Counter(self.kind(cell) for cell in range(done, self.cells - self.idle))
 
 
 def works_of(tasks: Sequence[Task | Job], contestants: Sequence[Contestant] = ()) -> list[Work]:
@@ -72,8 +87,23 @@ def works_of(tasks: Sequence[Task | Job], contestants: Sequence[Contestant] = ()
         values = {name: getattr(job.task, name, None) for name in sizes}
         several = any(isinstance(value, list | tuple) and len(value) > 1 for value in values.values())
         alike = (job.kind, *(f"{name}={value}" for name, value in values.items()))
-        found.append(Work(alike=alike, even=not several, cells=job.cells, steps=job.units))
+        found.append(
+            Work(
+                alike=alike, even=not several, cells=job.cells, steps=job.units, kinds=_kinds_of(job),
+                idle=len(job.absent),
+            )
+        )  # fmt: skip
     return found
+
+
+def _kinds_of(job: Job) -> tuple[object, ...]:
+    """The kinds of a sample's cells; of a task whose plans take turns they come all at once."""
+    if job.task is None or job.task.exclusive:
+        return ()
+    plans = [None] * job.task.own_cache + [each.plan for each in job.there]
+    needs = [None if plan is None else (plan.attend.shared_pass(), plan.needs) for plan in plans]
+    kinds = [None if each is None else (each[0], each[1].mass, each[1].reconstruction is not None) for each in needs]
+    return ("first", *kinds[1:]) if kinds else ()
 
 
 @dataclass(kw_only=True)
@@ -82,7 +112,7 @@ class Remaining:
 
     Attributes:
         works: of the run, in its order.
-        paces: seconds for a step, of each cell that was timed, by `Work.alike`.
+        paces: seconds for a step, of each cell that was timed, by `Work.kind`.
     """
 
     works: Sequence[Work]
@@ -113,7 +143,7 @@ class Remaining:
         if self._at == len(self.works):
             return
         if seconds is not None and self._since:
-            self.paces.setdefault(self.works[self._at].alike, []).append(seconds / self._since)
+            self.paces.setdefault(self.works[self._at].kind(self._cells), []).append(seconds / self._since)
         self._since = 0
         self._cells += 1
         if self._cells >= self.works[self._at].cells:
@@ -121,19 +151,21 @@ class Remaining:
 
     def words(self) -> str:
         """How long the rest takes, in words; empty where nothing is known of it."""
-        low, high, whole = 0.0, 0.0, True
+        low = high = 0.0
         for place, work in enumerate(self.works[self._at :]):
-            left = work.steps - (self._steps if place == 0 else 0)
-            paces = self.paces.get(work.alike, [])
-            if left <= 0:
+            done, since = (self._cells, self._since) if place == 0 else (0, 0)
+            left, each = work.left(done), work.steps / max(1, work.cells)
+            if not left or not each:
                 continue
-            if len(paces) < _TIMED:
-                whole = False
-                continue
-            low, high = low + left * min(paces), high + left * max(paces)
-            whole = whole and work.even
-        if not whole:
-            return f"{_time(low, up=False)} or more left" if low >= 1 else ""
+            if not work.even:
+                return ""
+            every = work.left(0)
+            for kind, count in left.items():
+                paces = self.paces.get(kind, [])
+                if len(paces) < min(_TIMED, every[kind]):
+                    return ""
+                steps = count * each - (min(since, each) if kind == work.kind(done) else 0)
+                low, high = low + steps * min(paces), high + steps * max(paces)
         if high < 1:
             return ""
         least, most = _time(low, up=False), _time(high, up=True)
