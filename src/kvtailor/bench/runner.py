@@ -38,7 +38,6 @@ _MUST_BE_EQUAL = (
 )  # fmt: skip
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A task for some plans, with what becomes of it where it cannot be done.

@@ -193,7 +193,7 @@ def _answers(subject: Subject, contestants: list[Contestant], state: int, consol
 
     weights = subject.weights()
     size = f", {weights[0] / 1e6:.1f} million parameters" if weights else ""
-    documents = _documents(subject, state)
+    documents, dtype = _documents(subject, state), str(subject.dtype).removeprefix("torch.")
     console.print()
     console.rule(f"see it: one text, {FACTS} questions, {len(contestants)} caches", align="left", style="dim")
     console.print()
@@ -218,7 +218,7 @@ def _answers(subject: Subject, contestants: list[Contestant], state: int, consol
             console.print(
                 f"  {right} of {len(documents)} right, {last.tokens_held:.0f} of {last.tokens_seen} tokens held in "
                 f"{byte_text(last.bytes_held)} ({100 * last.bytes_held / last.bytes_full:.0f} % of "
-                f"{byte_text(last.bytes_full)})",
+                f"{byte_text(last.bytes_full)} in {dtype})",
                 style="dim",
             )
         console.print()

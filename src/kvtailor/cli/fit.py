@@ -37,7 +37,10 @@ _NAME = 16  # columns of a name of a plan that the others leave on a terminal of
     "--text", "texts", multiple=True,
     help="A text file like your model's work; may be given again. 'generated': made up, to try it out.",
 )  # fmt: skip
-@click.option("--memory", help="The cache of all rows may have so many bytes: 2GiB, 300KiB, or a share such as 25%.")
+@click.option(
+    "--memory",
+    help="Bytes that the cache of all rows may have: 2GiB, 300KiB, or 25% of the full one in the model's dtype.",
+)
 @click.option("--bytes-per-token", type=float, help="The same for one token of one row.")
 @click.option("--keep-bytes", help="The same as a share of the uncompressed cache: 25% or 0.25.")
 @click.option("--loss", type=float, help="Most nats per token of text to lose.")
@@ -240,8 +243,9 @@ def show(found: Fit, folder: Path | None) -> None:
     console.print()
     say(found.plan, hang=4, bold=True)
     console.print(
-        f"{byte_text(chosen.bytes)} of {byte_text(found.full)} ({100 * chosen.bytes / found.full:.1f} %) for "
-        f"{question.batch} row(s) of {question.context} tokens. {found.sentence}",
+        f"{byte_text(chosen.bytes)} of {byte_text(found.full)} in {found.dtype} "
+        f"({100 * chosen.bytes / found.full:.1f} %) for {question.batch} row(s) of "
+        f"{question.context} tokens. {found.sentence}",
         markup=False,
     )
     console.print()

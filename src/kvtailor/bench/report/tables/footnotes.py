@@ -33,6 +33,7 @@ def footnotes(
             f"Left out: {others} records of another model, dtype or device than the one measured last. Put each in a "
             "folder of its own to see them."
         )
+    yield from _of_what(records)
     yield from unequal_samples(records)
     yield from idle_plans(records)
     yield from checks.warnings_of(records)
@@ -104,6 +105,15 @@ def footnotes(
         for error in row.errors:
             if row.plan_hash != OWN:
                 yield f"{row.label} has no number for {error}"
+
+
+def _of_what(records: Sequence[Record]) -> Iterator[str]:
+    """Of what a share of bytes is."""
+    dtypes = {record.dtype for record in records if record.bytes_full}
+    if len(dtypes) == 1:
+        dtype = dtypes.pop()
+        more = "; of one in 16 bits they are twice as large" if dtype == "float32" else ""
+        yield f"Shares of bytes are of a cache of the same tokens without compression, in {dtype} as this model{more}."
 
 
 def _listed(names: Sequence[str]) -> str:
