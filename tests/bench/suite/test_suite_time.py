@@ -9,11 +9,12 @@ from click.testing import CliRunner
 from tests.support.bench.suite_case import small_suite, write_text
 
 from kvtailor.bench.subject import Subject
-from kvtailor.bench.suite.estimate import Rates, estimate, rates_of_line
+from kvtailor.bench.suite.estimate import Rates, _readings, estimate, rates_of_line
 from kvtailor.bench.suite.run import prepare
 from kvtailor.cli import bench
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.loading import load_bare
+from kvtailor.plan import Plan
 
 
 def test_it_is_what_a_plain_count_of_products_and_bytes_gives(tmp_path):
@@ -29,21 +30,29 @@ def test_it_is_what_a_plain_count_of_products_and_bytes_gives(tmp_path):
     def attention(tokens):
         return 2 * layers * heads * size * tokens**2
 
-    # Three plans and the model's own cache; six windows of 90 + 21 tokens, and two for the checks.
+    # Two plans that share a prompt, and the model's own cache; six windows of 90 + 21 tokens, and two for the checks.
     ppl = next(part for part in found.parts if part.asked.startswith("perplexity") and part.seconds is not None)
     prompt = max(2 * (body * 90 + head) + attention(90), 10 * 2 * body)
     following = 2 * 21 * (body + head) + attention(111) - attention(90)
-    assert (ppl.plans, ppl.prompts) == (3, 24)
-    assert ppl.seconds == pytest.approx(3 * 8 * (prompt + following) / 1e9)
+    assert (ppl.plans, ppl.prompts) == (3, 16)
+    assert ppl.seconds == pytest.approx(8 * (2 * prompt + 3 * following) / 1e9)
     needle = next(part for part in found.parts if part.asked.startswith("needle"))
     prompt = max(2 * (body * 200 + head) + attention(200), 10 * 2 * body)
-    each = prompt / 1e9 + 32 * (2 * (body + head) + wide * 200) / 1e8
-    assert needle.seconds == pytest.approx(needle.plans * 4 * each)
+    each = 32 * (2 * (body + head) + wide * 200) / 1e8
+    assert needle.prompts == 4 and needle.seconds == pytest.approx(4 * (prompt / 1e9 + needle.plans * each))
     assert found.seconds == pytest.approx(sum(part.seconds or 0 for part in found.parts))
     assert found.cache == wide * 200 and found.weights == 2 * model.num_parameters()
     # What this kvtailor does not have, and a text that is not to be had, are named and not counted.
     assert "telepathy" in found.assumed[-1] and "c4" in found.assumed[-1]
     assert found.assumed[0].startswith("1e+09 operations")
+
+
+def test_plans_share_a_prompt_where_they_read_it_alike():
+    plans = [None, *map(Plan.parse, ["full", "snapkv @ keep=0.5", "h2o @ keep=0.5", "h2o @ keep=0.2", "reference",
+                                     "kvzip @ keep=0.5", "kvzip @ keep=0.2"])]  # fmt: skip
+    # The model's own cache, all without a mass, those with one, and `reference`; one repetition.
+    assert _readings(plans, shared=True) == (4, 1)
+    assert _readings(plans, shared=False) == (8, 2)
 
 
 @pytest.mark.parametrize("line", ["", "flops=4e14", "flops=4e14, bytes=much", "flops=1, bytes=0", "flops=1, bytes=inf"])

@@ -7,13 +7,11 @@ a run takes at least, at these rates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.flops import prefill_flops
 from kvtailor.bench.measure.flops_repeat import twice_pairs
 from kvtailor.bench.measure.machine import matmul_flops, read_bandwidth
@@ -23,6 +21,7 @@ from kvtailor.bench.suite.run import Prepared
 from kvtailor.bench.tasks.contract import Demand
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.geometry import Geometry
+from kvtailor.plan import Plan
 
 __all__ = ["Estimate", "Part", "Rates", "estimate", "measured_rates", "rates_of_line"]
 
@@ -198,13 +197,14 @@ def _part(job: Job, shapes: _Shapes, rates: Rates) -> Part:
     if demand is None:
         why = f"{job.kind} does not say before what it feeds."
         return Part(asked=asked, plans=plans, prompts=0, seconds=None, why=why)
-    twice = sum(_reads_twice(each) for each in job.there)
+    alone = plans - len(job.there)
+    read, again = _readings([None] * alone + [each.plan for each in job.there], shared=not job.task.exclusive)
     often = sum(demand.prompts.values())
     return Part(
         asked=asked,
         plans=plans,
-        prompts=plans * often,
-        seconds=_seconds(demand, shapes, rates, plans=plans, readings=plans + twice),
+        prompts=read * often,
+        seconds=_seconds(demand, shapes, rates, plans=plans, readings=read + again),
     )
 
 
@@ -224,9 +224,21 @@ def _prompts(job: Job) -> Mapping[int, int]:
     return {} if demand is None else demand.prompts
 
 
-def _reads_twice(contestant: Contestant) -> bool:
-    plan: Any = contestant.plan
-    return plan is not None and plan.needs.reconstruction is not None
+def _readings(plans: Sequence[Plan | None], *, shared: bool) -> tuple[int, int]:
+    """How often a prompt goes through the model for all of these plans, and how often it is repeated.
+
+    Args:
+        plans: None stands for the model's own cache, and for a cache that is not kvtailor's.
+        shared: one forward serves all plans whose pass over a prompt is the same, see `hf.run.kept_prompt`.
+    """
+    passes: set[object] = set()
+    repeated: set[object] = set()
+    for place, plan in enumerate(plans):
+        name = None if plan is None or not shared else plan.attend.shared_pass()
+        passes.add(place if plan is None or name is None else (name, plan.needs.mass))
+        if plan is not None and plan.needs.reconstruction is not None:
+            repeated.add(place if name is None else plan.needs.reconstruction)
+    return len(passes), len(repeated)
 
 
 def _assumed(rates: Rates, parts: tuple[Part, ...]) -> list[str]:
@@ -235,7 +247,8 @@ def _assumed(rates: Rates, parts: tuple[Part, ...]) -> list[str]:
         f"{rates.source}. Give what a machine reaches, not its peak.",
         "Answers are as long as they may be, and every token that is fed alone reads the whole uncompressed cache.",
         "Not counted: what methods compute and copy, attention that is slower than products, loading, the host.",
-        "A plan that reads its context twice counts two prompts. Records of an earlier run are not taken off.",
+        "A prompt counts once for all plans that can share it, as does its repetition for plans that read it twice. "
+        "Records of an earlier run are not taken off.",
     ]
     silent = [part.asked for part in parts if part.seconds is None]
     if silent:
