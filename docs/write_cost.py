@@ -34,7 +34,6 @@ How much longer a prefill takes when its tokens are chosen from, against `full` 
 model has random weights; what its heads cost stands to the rest of a layer as in Llama 3.2 1B (each query head has 1.9
 million weights beside it; a kv head serves two of them, there four). A larger model spends more on the rest, so that
 its shares are smaller. What a plan then saves while decoding is not in this table.
-Bare `snapkv` here is the one of before, with a pooling kernel of 5 tokens: `snapkv(kernel=5)` of today.
 """
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from tests.support.calibrated import tiny
@@ -78,6 +80,21 @@ def test_weights_are_mean_squared_gradients() -> None:
                 expected[side][layer] += projection.weight.grad.double().square().mean() / 2
     for side, squares in expected.items():
         assert torch.allclose(found[side], squares, rtol=1e-4) and bool((squares > 0).all())
+
+
+def test_gradients_are_taken_over_16_passages_at_most(tmp_path) -> None:
+    """They are spread over the texts, and as many steps come as were announced."""
+    announced, steps = [], []
+
+    def progress(units: int):
+        announced.append(units)
+        return nullcontext(steps.append)
+
+    out = tmp_path / "m.safetensors"
+    kvtailor.calibrate(
+        tiny("llama"), "lowrank", {"a": TEXT}, out=out, tokens=20 * 12, context=12, progress=progress
+    )  # fmt: skip
+    assert announced == [36] and steps == ["states"] * 20 + ["gradients"] * 16
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "gpt2"])

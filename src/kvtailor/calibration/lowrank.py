@@ -3,7 +3,8 @@
 Means and covariances, over the channels of all heads together, of keys as they are cached, of keys before the rotary
 embedding, and of values. Any basis of the method is made from them: of single heads or groups, centred or not. The
 weights are those of arXiv 2407.21118, section 3.3: the root of the mean squared gradient of the text's loss in W_k and
-W_v of each layer.
+W_v of each layer. A gradient takes three times as long as the states of the same passage, and gives one number a layer:
+they are taken over at most 16 passages, spread over the texts.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from kvtailor.types import Rotation
 __all__ = ["SIDES", "LowRank", "Sums", "rotations", "squared_gradients"]
 
 SIDES = ("keys", "unrotated", "values")
+_GRADED = 16
+"""Passages that gradients are taken over at most."""
 _PROJECTIONS = {"keys": ("k_proj", "key"), "values": ("v_proj", "value")}
 
 
@@ -40,7 +43,7 @@ class LowRank(Calibrator):
     summary = "moments of keys and values, and Fisher weights of their projections (arXiv 2407.21118)"
 
     def units(self, passages: int) -> int:
-        return 2 * passages
+        return passages + min(_GRADED, passages)
 
     def measure(self, job: Job) -> Made:
         """Mean, deviation and correlation for each of keys, unrotated (keys) and values; fisher_keys, fisher_values."""
@@ -62,7 +65,9 @@ class LowRank(Calibrator):
         if job.subject.stock_attention is not None:
             job.subject.model.set_attn_implementation(job.subject.stock_attention)
         chosen = [modules[layer] for layer in geometry.compressed]
-        for side, squares in squared_gradients(job.subject.model, chosen, job.passages, job.advance).items():
+        count = min(_GRADED, len(job.passages))
+        some = tuple(job.passages[place * len(job.passages) // count] for place in range(count))
+        for side, squares in squared_gradients(job.subject.model, chosen, some, job.advance).items():
             tensors[f"fisher_{side}"] = squares.sqrt().float()
         shares = {
             f"{side}_energy_of_half_by_layer": [_half(each) for each in of_side]
