@@ -99,6 +99,11 @@ class ByLayer(Codec):
         return any(codec.needs_rotation for codec in self.of)
 
     @property
+    def needs_offset(self) -> bool:
+        """Whether a codec does."""
+        return any(codec.needs_offset for codec in self.of)
+
+    @property
     def bears_offset(self) -> bool:
         """Whether all layers' do."""
         return all(codec.bears_offset for codec in self.of)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvtailor.errors import CacheMisuse
 from kvtailor.method import Method
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole, alone
-from kvtailor.types import ALL_HEADS, HeadShare, Layout, Needs, Rotation, Segment
+from kvtailor.types import ALL_HEADS, HeadShare, KeyOffset, Layout, Needs, Rotation, Segment
 from kvtailor.types.late_checks import require_none
 
 __all__ = ["Around", "Codec", "CodecContext", "Sides", "TwoSided", "refuse_non_finite"]
@@ -35,6 +35,7 @@ class CodecContext:
         evicts: tokens leave the layer, each head's for itself.
         calibration: the tensors of the plan's calibration files, stacked over the layers; None where it has none.
         unrotated: keys come as they were before the rotary embedding.
+        offset: the constant part of the layer's keys; None where it has none, or none is known.
         share: which of the model's kv heads this process holds; `heads` are these.
     """
 
@@ -46,6 +47,7 @@ class CodecContext:
     calibration: Mapping[str, Tensor] | None = None
     unrotated: bool = False
     share: HeadShare = ALL_HEADS
+    offset: KeyOffset | None = None
 
 
 class Codec(Method, ABC):
@@ -84,6 +86,11 @@ class Codec(Method, ABC):
     @property
     def needs_rotation(self) -> bool:
         """Whether `CodecContext.rotation` must be there before anything is encoded."""
+        return False
+
+    @property
+    def needs_offset(self) -> bool:
+        """Whether it asks for `CodecContext.offset`, which many models do not have."""
         return False
 
     @property
@@ -310,6 +317,11 @@ class Around(Method):
     @property
     def needs_rotation(self) -> bool:
         return self.of.needs_rotation
+
+    @property
+    def needs_offset(self) -> bool:
+        """Whether the inner codec does."""
+        return self.of.needs_offset
 
     @property
     def bears_offset(self) -> bool:

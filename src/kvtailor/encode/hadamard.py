@@ -78,6 +78,12 @@ class Hadamard(Around, Codec):
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = None
 
+    def __post_init__(self) -> None:
+        if self.of.needs_offset and self.only != "values":
+            raise ValueError(
+                "hadamard: it mixes keys before their constant could be taken off: write centred(of=hadamard(of=...))"
+            )
+
     def segment_type(self) -> type[HadamardSegment]:
         return HadamardSegment
 

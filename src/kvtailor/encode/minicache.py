@@ -141,6 +141,11 @@ class MiniCache(Around, Codec):
                 "minicache: of must be a codec that stores each token of one layer by itself, and "
                 f"{type(self.of).__name__} does not; vector and kivi do"
             )
+        if self.of.needs_offset and self.only != "values":
+            raise ValueError(
+                "minicache: of must code what two layers share, which is no key whose constant could be taken off: "
+                "leave centred out"
+            )
         if self.only == "values" and self.of.needs_rotation:
             raise ValueError("minicache: only=values merges no keys that `of` could turn back; leave unrotated out")
         if self.only != "both":

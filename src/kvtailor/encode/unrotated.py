@@ -14,16 +14,15 @@ turned channel, at every step again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Around, Codec, CodecContext, refuse_non_finite
 from kvtailor.ops.lanes.rotate import turn
-from kvtailor.ops.segments.around import AroundSegment
+from kvtailor.ops.segments.positioned import PositionedSegment, first_of_lanes, positions_of
 from kvtailor.ops.segments.turned import Turning
 from kvtailor.types import Layout, Rotation, Segment
 
@@ -31,50 +30,21 @@ __all__ = ["Unrotated", "UnrotatedSegment"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnrotatedSegment(AroundSegment):
+class UnrotatedSegment(PositionedSegment):
     """Keys that were turned back before they were encoded.
 
     Attributes:
         rotation: of the layer; its frequencies are the model's, and shared.
-        first: (m,) int64 column from which each lane's positions count; None: column 0.
     """
 
     rotation: Rotation
-    first: Tensor | None = None
     codec = "unrotated"
 
     def keys_back(self, keys: Tensor) -> Tensor:
-        return turn(keys, _positions(self.layout, self.first, keys.device), self.rotation)
+        return turn(keys, positions_of(self.layout, self.first, keys.device), self.rotation)
 
     def turning(self) -> Turning:
         return Turning(rotation=self.rotation, first=self.first)
-
-    def _of_lanes(self, lanes: Tensor, inner: Segment) -> UnrotatedSegment:
-        first = None if self.first is None else self.first[lanes.to(self.first.device)]
-        return replace(self._around(inner), first=first)
-
-    def _stacked(self, parts: Sequence[UnrotatedSegment], order: Tensor, inner: Segment) -> UnrotatedSegment:
-        if self.first is None:
-            return self._around(inner)
-        first = torch.cat([each.first for each in parts if each.first is not None])
-        return replace(self._around(inner), first=first[order.to(first.device)])
-
-    def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> UnrotatedSegment:
-        moved = super().regather(lane, slot, layout)
-        return replace(moved, first=None if self.first is None else self.first[lane[:, 0]])
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self.inner.tensors() | self._own()
-
-    def closed_form_bytes(self) -> int:
-        return self.inner.closed_form_bytes() + (0 if self.first is None else 8 * self.layout.lanes)
-
-    def state(self) -> tuple[dict[str, object], dict[str, Tensor]]:
-        fields, tensors = self.inner.state()
-        return fields, tensors | self._own()
-
-    def _own(self) -> dict[str, Tensor]:
-        return {} if self.first is None else {"first": self.first}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +84,8 @@ class Unrotated(Around, Codec):
             CacheMisuse: NaN or infinity.
         """
         refuse_non_finite("unrotated", keys, values, "which would be turned into other channels")
-        row = torch.div(layout.owners(keys.device), layout.heads, rounding_mode="floor")
-        of_lane = None if first is None else first.to(keys.device)[row]
-        back = turn(keys, -_positions(layout, of_lane, keys.device), self._bound())
+        of_lane = first_of_lanes(layout, first, keys.device)
+        back = turn(keys, -positions_of(layout, of_lane, keys.device), self._bound())
         return self._around(self.of.encode(layout, back, values, first), of_lane)
 
     def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> UnrotatedSegment:
@@ -139,9 +108,3 @@ class Unrotated(Around, Codec):
         if self._rotation is None:
             raise ValueError("unrotated: no rotary embedding was given; call for_layer first, with the rotation")
         return self._rotation
-
-
-def _positions(layout: Layout, first: Tensor | None, device: torch.device) -> Tensor:
-    """(m, s) int64, or (1, s) where all lanes have the same."""
-    columns = layout.columns(device)
-    return columns if first is None else columns - first.to(device)[:, None]

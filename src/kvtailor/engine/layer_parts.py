@@ -12,7 +12,7 @@ from torch import Tensor
 from kvtailor.engine.observe import observe
 from kvtailor.ops.segments.coded import under
 from kvtailor.store.recent_window import Tail
-from kvtailor.types import ALL_HEADS, PLAIN_SOFTMAX, HeadShare, Needs, Rotation, Segment, Softmax
+from kvtailor.types import ALL_HEADS, PLAIN_SOFTMAX, HeadShare, KeyOffset, Needs, Rotation, Segment, Softmax
 from kvtailor.types.evidence import Evidence
 from kvtailor.types.latent_attention import LatentAttention
 
@@ -205,6 +205,7 @@ class ModelPart:
         softmax: what its softmax has besides, as the newest forward told it; a saved cache has none of it.
         output: gives the layer's own output projection, (q, dv, D), as it is now; for plans that need it.
         rotation: the layer's rotary embedding, for plans that need it.
+        offset: the constant part of its keys, for plans that need it; None where it has none, or none is known.
         calibration: this layer's tensors of the scorer's calibration file.
         encoding: the tensors of the codec's calibration files, stacked over the layers.
         share: which of the model's kv heads this process holds.
@@ -217,6 +218,7 @@ class ModelPart:
     softmax: Softmax = PLAIN_SOFTMAX
     output: Callable[[], Tensor] | None = None
     rotation: Rotation | None = None
+    offset: KeyOffset | None = None
     calibration: Mapping[str, Tensor] | None = None
     encoding: Mapping[str, Tensor] | None = None
     share: HeadShare = ALL_HEADS

@@ -78,6 +78,7 @@ class LayerState:
                 layer=self.index,
                 layers=self.layers,
                 rotation=self.model.rotation,
+                offset=self.model.offset,
                 heads=self.heads or None,
                 evicts=plan.evicts,
                 calibration=self.model.encoding,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from kvtailor.hf.model.attending.softmax import check_plan_softmax, softmax_befo
 from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
 from kvtailor.hf.model.devices import input_device, runs_on
 from kvtailor.hf.model.geometry import Geometry, check
-from kvtailor.hf.model.key_bias import warn_of_key_bias
+from kvtailor.hf.model.key_bias import has_key_bias, key_offset_of, warn_of_key_bias
 from kvtailor.hf.model.modules import modules_by_layer, rotation_of
 from kvtailor.hf.model.projection import OutputProjection
 from kvtailor.hf.model.tensor_parallel import check_plan, check_same_plan, share_of
@@ -146,6 +147,8 @@ def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device], needs: N
     """Gives the layers what their plan needs of calibration files, and `needs` of the model's own modules."""
     geometry = cache.geometry
     _calibrate(cache, model, devices)
+    if needs.offset:
+        _centre(cache, model)
     if not (needs.output or needs.rotation or geometry.has_latents):
         return
     modules = modules_by_layer(model, attending=_with_states(geometry))
@@ -169,6 +172,28 @@ def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device], needs: N
             if needs.rotation:
                 state.model.rotation = rotation_of(model, modules[layer], shape.kind, shape.key_size, known)
     checks.settle()
+
+
+def _centre(cache: KvCache, model: Any) -> None:
+    """Gives the layers the constant part of their keys, and warns where there is one that could not be found."""
+    shapes = cache.own_geometry.shapes
+    modules, known = modules_by_layer(model, attending=_with_states(cache.geometry)), dict[object, Rotation]()
+    unknown = []
+    for state, layer in zip(cache.engine.states, cache.geometry.compressed, strict=True):
+        if layer not in modules or shapes[layer].latents:
+            continue
+        if cache.share.ranks == 1:
+            shape = shapes[layer]
+            state.model.offset = key_offset_of(model, modules[layer], shape.kind, shape.key_size, known)
+        if state.model.offset is None and has_key_bias(modules[layer]):
+            unknown.append(layer)
+    if unknown:
+        warnings.warn(
+            f"{cache.plan}: in {len(unknown)} layers, the first of them {unknown[0]}, a projection has a bias, and "
+            "what it adds to keys is nothing or could not be found (of several processes it is not looked for): there "
+            "the codec stores keys as without centred",
+            stacklevel=4,
+        )
 
 
 def _with_states(geometry: Geometry) -> list[int]:

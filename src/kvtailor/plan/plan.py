@@ -158,7 +158,8 @@ class Plan:
     @cached_property
     def needs(self) -> Needs:
         """The evidence that its methods declare, together."""
-        needs = Needs(rotation=self.attend.needs_rotation or self.encode.needs_rotation) | self.encode.needs
+        rotation = self.attend.needs_rotation or self.encode.needs_rotation
+        needs = Needs(rotation=rotation, offset=self.encode.needs_offset) | self.encode.needs
         if self.score is not None:
             needs |= self.score.needs | self.allocate.needs | self.merge.needs
         return replace(needs, rotation=needs.rotation or needs.moments)

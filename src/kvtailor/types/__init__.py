@@ -9,6 +9,7 @@ from kvtailor.types.coordinates import Coordinates, PickedChannels
 from kvtailor.types.evidence import Moments, Needs, Rotation
 from kvtailor.types.head_share import ALL_HEADS, HeadShare
 from kvtailor.types.held import Held
+from kvtailor.types.key_offset import KeyOffset
 from kvtailor.types.lanes import Layout
 from kvtailor.types.repetition import Repetition
 from kvtailor.types.segment_view import Lift, SegmentView
@@ -21,6 +22,7 @@ __all__ = [
     "Coordinates",
     "HeadShare",
     "Held",
+    "KeyOffset",
     "Layout",
     "Lift",
     "Moments",

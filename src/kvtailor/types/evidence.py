@@ -35,6 +35,7 @@ class Needs:
             meanwhile; None: not needed.
         output: the layer's own output projection.
         rotation: the model's rotary embedding.
+        offset: the constant part of the layer's keys, where its projection has a bias.
     """
 
     window: int = 0
@@ -47,6 +48,7 @@ class Needs:
     reconstruction: Repetition | None = None
     output: bool = False
     rotation: bool = False
+    offset: bool = False
 
     @property
     def of_attention(self) -> bool:
@@ -78,6 +80,7 @@ class Needs:
             reconstruction=self.reconstruction | other.reconstruction if self.reconstruction else other.reconstruction,
             output=self.output or other.output,
             rotation=self.rotation or other.rotation,
+            offset=self.offset or other.offset,
         )
 
 

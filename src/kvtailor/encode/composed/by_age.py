@@ -107,6 +107,11 @@ class ByAge(Codec):
         return any(codec.needs_rotation for codec in self.of)
 
     @property
+    def needs_offset(self) -> bool:
+        """Whether a codec does."""
+        return any(codec.needs_offset for codec in self.of)
+
+    @property
     def bears_offset(self) -> bool:
         """Whether the codecs of all ages do."""
         return all(codec.bears_offset for codec in self.of)

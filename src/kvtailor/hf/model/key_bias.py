@@ -19,19 +19,23 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from kvtailor.encode.contract import Codec, CodecContext
+from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.model.devices import runs_on
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import load_bare
-from kvtailor.hf.model.modules import modules_by_layer, zero_angles
+from kvtailor.hf.model.modules import angles_at, modules_by_layer, rotation_of
 from kvtailor.hf.model.projection import output_layer
 from kvtailor.hf.versions import ATTENTION_CACHE_ARGUMENTS
+from kvtailor.ops.lanes.rotate import turn
 from kvtailor.plan import Plan
+from kvtailor.types import KeyOffset, Rotation
 
 __all__ = [
     "INSTEAD",
     "harmed_by_key_bias",
     "has_key_bias",
     "key_bias_bits",
+    "key_offset_of",
     "said_without_weights",
     "sentence_of",
     "warn_of_key_bias",
@@ -112,7 +116,8 @@ def sentence_of(plan: Plan, harmed: Mapping[int, float]) -> str:
     where = f"layer {worst}" if len(harmed) == 1 else f"{len(harmed)} layers, most in layer {worst}"
     return (
         f"{plan} harms this model: its key projections have a bias, many times what keys differ by ({where}), and this "
-        f"codec has few levels and one scale for a whole key. Use {INSTEAD}, or measure the loss with kvtailor bench"
+        f"codec has few levels and one scale for a whole key. Use {INSTEAD}, write the codec inside centred(of=...), "
+        "which takes the bias off before it codes and reads more slowly, or measure the loss with kvtailor bench"
     )
 
 
@@ -173,44 +178,110 @@ def _bits_of(model: Any, module: nn.Module, kind: str | None) -> float | None:
     now = tuple((id(each), each._version) for each in _biases(module))
     if module in _known and _known[module][0] == now:
         return _known[module][1]
-    keys = _keys_of(model, module, kind)
+    found = _constant_and_spread(model, module, kind)
+    if found is None:
+        return None
+    constant, spread = found
+    ratio = constant.square().sum(-1) / spread.clamp_min(1e-30)
+    bits = 0.5 * math.log2(1 + float(ratio.max())) if constant.any() else 0.0
+    _known[module] = (now, bits)
+    return bits
+
+
+@torch.no_grad()
+def key_offset_of(
+    model: Any, module: nn.Module, kind: str | None, size: int, known: dict[object, Rotation]
+) -> KeyOffset | None:
+    """Return the constant part of a layer's keys; None where it has none, or its attention cannot be asked.
+
+    Args:
+        model: a transformers causal language model, its weights loaded.
+        module: the layer's attention.
+        kind: of the layer, where the model has several rotary embeddings.
+        size: d, of a key.
+        known: see `modules.rotation_of`.
+    """
+    found = _constant_and_spread(model, module, kind) if has_key_bias(module) else None
+    if found is None or not found[0].any():
+        return None
+    constant, positions = found[0], torch.tensor([0, 1, 7])
+    there = _keys_of(model, module, kind, torch.zeros(3, _width(module) or 0), positions, normed=False)
+    if there is None:
+        return None
+    near = 16 * torch.finfo(_like(module).dtype).eps * float(constant.abs().max())
+    at_rest = constant[:, None].expand(-1, 3, -1)
+    if torch.allclose(there, at_rest, rtol=0, atol=near):
+        return KeyOffset(vectors=constant)
+    try:
+        rotation = rotation_of(model, module, kind, size, known)
+    except UnsupportedModel:
+        return None
+    if not torch.allclose(there, turn(at_rest, positions.to(there.device), rotation), rtol=0, atol=near):
+        return None
+    return KeyOffset(vectors=constant, rotation=rotation)
+
+
+def _constant_and_spread(model: Any, module: nn.Module, kind: str | None) -> tuple[Tensor, Tensor] | None:
+    """The constant (h, d) in a layer's keys at position 0, and the mean square (h,) of what they differ by.
+
+    None: the keys are not a constant and a linear part, or the attention cannot be asked.
+    """
+    width = _width(module)
+    if width is None:
+        return None
+    inputs = torch.randn(_PAIRS, width, generator=torch.Generator().manual_seed(0))
+    positions = torch.zeros(1 + 2 * _PAIRS, dtype=torch.int64)
+    keys = _keys_of(model, module, kind, inputs, positions, normed=True)
     if keys is None or not bool(keys.isfinite().all()):
         return None
     # (h, 1 + 2 pairs, d): of no input, of some inputs, and of their negatives.
     constant, plus, minus = keys[:, :1], keys[:, 1 : 1 + _PAIRS], keys[:, 1 + _PAIRS :]
     if not torch.allclose(plus + minus, 2 * constant.expand_as(plus), rtol=1e-2, atol=1e-2 * float(keys.abs().max())):
         return None
-    spread = (plus - constant).square().sum(-1).mean(-1)
-    ratio = constant[:, 0].square().sum(-1) / spread.clamp_min(1e-30)
-    bits = 0.5 * math.log2(1 + float(ratio.max())) if constant.any() else 0.0
-    _known[module] = (now, bits)
-    return bits
+    return constant[:, 0], (plus - constant).square().sum(-1).mean(-1)
 
 
-def _keys_of(model: Any, module: nn.Module, kind: str | None) -> Tensor | None:
-    """(h, 1 + 2 pairs, d) float32 keys at position 0; None: this attention cannot be asked in this way."""
-    like = next((each for each in module.parameters() if each.is_floating_point() and each.ndim >= 2), None)
-    width = getattr(getattr(module, "config", None), "hidden_size", None)
-    if like is None or width is None or like.device.type == "meta":
+def _width(module: nn.Module) -> int | None:
+    """D, of a hidden state."""
+    return getattr(getattr(module, "config", None), "hidden_size", None)
+
+
+def _like(module: nn.Module) -> Tensor:
+    """A matrix of the module, for dtype and device."""
+    return next(each for each in module.parameters() if each.is_floating_point() and each.ndim >= 2)
+
+
+def _keys_of(
+    model: Any, module: nn.Module, kind: str | None, inputs: Tensor, positions: Tensor, *, normed: bool
+) -> Tensor | None:
+    """(h, t, d) float32 keys at positions (t,); None: this attention cannot be asked in this way.
+
+    Of inputs (t, D) as they are; with `normed` of (n, D): of zeros, of the inputs behind the layer's norm, and of their
+    negatives, t = 1 + 2n.
+    """
+    if not any(each.is_floating_point() and each.ndim >= 2 for each in module.parameters()):
+        return None
+    like = _like(module)
+    if like.device.type == "meta":
         return None
     device = runs_on(module)
-    inputs = torch.randn(_PAIRS, width, generator=torch.Generator().manual_seed(0)).to(device, like.dtype)
+    inputs = inputs.to(device, like.dtype)
     try:
-        norm = _norm_before(model, module)
-        inputs = inputs if norm is None else norm(inputs)
-        hidden = torch.cat([inputs.new_zeros(1, width), inputs, -inputs])[None]
+        if normed:
+            norm = _norm_before(model, module)
+            inputs = inputs if norm is None else norm(inputs)
+            inputs = torch.cat([torch.zeros_like(inputs[:1]), inputs, -inputs])
         taken = inspect.signature(module.forward).parameters
         given: dict[str, Any] = {name: _Probe() for name in ATTENTION_CACHE_ARGUMENTS if name in taken}
-        angles = zero_angles(model, module, kind, hidden.shape[1])
+        angles = angles_at(model, module, kind, positions)
         if "position_embeddings" in taken and angles is not None:
             given["position_embeddings"] = tuple(each.to(device, like.dtype) for each in angles)
         if "attention_mask" in taken:
             given["attention_mask"] = None
         for name in ("position_ids", "cache_position"):
             if name in taken:
-                zeros = torch.zeros(hidden.shape[1], dtype=torch.int64, device=device)
-                given[name] = zeros[None] if name == "position_ids" else zeros
-        module.forward(hidden, **given)
+                given[name] = positions[None].to(device) if name == "position_ids" else positions.to(device)
+        module.forward(inputs[None], **given)
     except _KeysSeen as seen:
         return seen.keys[0].float()
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):

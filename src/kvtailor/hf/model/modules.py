@@ -31,7 +31,7 @@ __all__ = [
     "is_part_of",
     "modules_by_layer",
     "rotation_of",
-    "zero_angles",
+    "angles_at",
 ]
 
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "kv_a_proj_with_mqa")
@@ -251,14 +251,14 @@ def _angles(rotary: Any, positions: Tensor, layer_type: str | None) -> tuple[Ten
     return cos[0].float(), sin[0].float()
 
 
-def zero_angles(
-    model: Any, module: torch.nn.Module, layer_type: str | None, tokens: int
+def angles_at(
+    model: Any, module: torch.nn.Module, layer_type: str | None, positions: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """cos and sin (1, tokens, r) of position 0, as the model makes them; None: it has no rotary embedding."""
+    """cos and sin (1, t, r) of positions (t,), as the model makes them; None: it has no rotary embedding."""
     rotary = _rotary(model, module)
     if rotary is None:
         return None
-    cos, sin = _angles(rotary, torch.zeros(1, tokens, dtype=torch.int64, device=runs_on(rotary)), layer_type)
+    cos, sin = _angles(rotary, positions[None].to(runs_on(rotary)), layer_type)
     return cos[None], sin[None]
 
 
@@ -266,7 +266,9 @@ def _candidates(cos: Tensor, sin: Tensor) -> Iterator[tuple[Tensor, bool]]:
     """(r / 2,) angles of one position, and whether channels are interleaved, as the angles may be meant."""
     if cos.shape[-1] % 2 == 0:
         if torch.equal(*cos.chunk(2, -1)):
-            yield torch.atan2(sin.chunk(2, -1)[0][1], cos.chunk(2, -1)[0][1]), False
+            # GLM gives them as halves, and turns neighbours.
+            for interleaved in (False, True):
+                yield torch.atan2(sin.chunk(2, -1)[0][1], cos.chunk(2, -1)[0][1]), interleaved
         if torch.equal(cos[:, 0::2], cos[:, 1::2]):
             yield torch.atan2(sin[1, 0::2], cos[1, 0::2]), True
     # Some families give each angle once (gpt-oss).
