@@ -123,7 +123,11 @@ NOTED = [
     ("snapkv @ tokens=32", [], NEWEST),
     ("snapkv @ tokens=33", [], None),
     ("snapkv @ keep=0.1", [], "prompts of up to 329 tokens"),
-    ("snapkv @ keep=0.1", ["--tokens", "329"], "329 tokens were seen, the budget is 32 per kv head"),
+    (
+        "snapkv @ keep=0.1",
+        ["--tokens", "329"],
+        "the newest 32 of 329 tokens is held, no first token (the budget is 32 per kv head",
+    ),
     ("snapkv @ keep=0.1", ["--tokens", "330"], None),
     ("position @ tokens=4", [], None),
     ("snapkv @ bytes=1MiB", [], None),

@@ -36,9 +36,8 @@ def newest_of(cache, length: int) -> list[int]:
 @pytest.mark.parametrize("budget", ["tokens=10", "keep=0.1"])
 def test_tokens_and_keep_below_the_window_hold_the_newest_and_say_so(score: str, budget: str) -> None:
     ids, _ = prompts((LENGTH,))
-    with pytest.warns(
-        UserWarning, match=r"100 tokens .* 10 per kv head.* newest 32: nothing but the newest 10 is held"
-    ):
+    said = r"nothing but the newest 10 of 100 tokens is held.*10 per kv head.*newest 32\). Give more than 32$"
+    with pytest.warns(UserWarning, match=said):
         cache = prefilled(f"{score} @ {budget}", ids)
     assert newest_of(cache, LENGTH) == list(range(-10, 0))
 
@@ -46,7 +45,7 @@ def test_tokens_and_keep_below_the_window_hold_the_newest_and_say_so(score: str,
 @pytest.mark.parametrize("budget", ["tokens=32", "keep=0.32"])
 def test_a_budget_of_just_the_window_says_that_nothing_else_is_held(budget: str) -> None:
     ids, _ = prompts((LENGTH,))
-    with pytest.warns(UserWarning, match=r"nothing but the newest 32 is held"):
+    with pytest.warns(UserWarning, match=r"nothing but the newest 32 of 100 tokens is held"):
         cache = prefilled(f"snapkv @ {budget}", ids)
     assert newest_of(cache, LENGTH) == list(range(-32, 0))
 
@@ -66,7 +65,7 @@ def test_a_budget_above_the_window_or_above_the_prompt_says_nothing(plan: str) -
 def test_a_short_row_of_a_batch_holds_what_it_holds_alone(score: str) -> None:
     lengths = (100, 30, 2)
     ids, mask = prompts(lengths)
-    with pytest.warns(UserWarning, match=r"2 of 3 rows: 30 tokens .* 6 per kv head"):
+    with pytest.warns(UserWarning, match=r"in 2 of 3 rows nothing but the newest 6 of 30 tokens"):
         cache = prefilled(f"{score} @ keep=0.2", ids, mask)
     together = held_columns(cache)
     for row, length in enumerate(lengths):
@@ -74,6 +73,23 @@ def test_a_short_row_of_a_batch_holds_what_it_holds_alone(score: str) -> None:
         for layer, columns in alone.items():
             assert torch.equal(together[layer][row, :, -length:], columns[0])
     assert together[0][1].sum(-1).tolist() == [6, 6] and together[0][0].sum(-1).tolist() != [8, 8]
+
+
+def test_a_short_row_that_holds_first_tokens_alone_is_told_of_once_and_how_it_stays_whole() -> None:
+    ids, mask = prompts((100, 4))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        cache = prefilled("streaming @ keep=0.25", ids, mask)
+    [told] = [str(each.message) for each in said if "is held" in str(each.message)]
+    assert "in 1 of 2 rows nothing but the first 1 of 4 tokens is held, none of the newest. tokens= in" in told
+    assert len(told) < 180
+    held = held_columns(cache)[0][1, :, -4:]
+    assert held[:, 0].all() and not held[:, 1:].any()
+    # The cure that it names.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is held")
+        whole = prefilled("streaming @ tokens=25", ids, mask)
+    assert held_columns(whole)[0][1, :, -4:].all()
 
 
 def test_it_is_said_once_for_a_cache() -> None:

@@ -153,24 +153,33 @@ def only_recent(*, seen: int | None, held: int, recent: int) -> str:
 
     A sentence without its subject, the plan. `seen` None: of any prompt that is longer.
     """
-    length = "" if seen is None else f"{seen} tokens were seen, "
+    length = "" if seen is None else f" of {seen} tokens"
     return (
-        f"{length}the budget is {held} per kv head, and the score always keeps the newest {recent}: "
-        f"nothing but the newest {held} is held, no first token (attention sink) and none that the score would choose. "
-        f"Give a budget above {recent} tokens per kv head, or the score a smaller window"
+        f"nothing but the newest {held}{length} is held, no first token (the budget is {held} per kv head, and the "
+        f"score always keeps the newest {recent})"
     )
 
 
 def warned_of_recent(plan: Plan, budget: Budget) -> bool:
-    """Warn of rows whose budgets leave nothing to the score; return whether there are any."""
+    """Warn of rows whose budgets leave nothing to the score; return whether there are any.
+
+    Such a row holds the newest tokens alone, or of a score that puts first tokens before all, these alone.
+    """
     assert plan.score is not None
-    recent, each, tokens = plan.score.recent, budget.each, budget.row_tokens
-    rows = ((each <= recent) & (tokens > each)).nonzero()[:, 0]
-    if not recent or not len(rows):
+    recent, first = plan.score.recent, plan.score.first_kept or 0
+    each, tokens = budget.each, budget.row_tokens
+    rows = ((each <= (recent or first)) & (tokens > each)).nonzero()[:, 0]
+    if not len(rows):
         return False
     held, seen = int(each[rows[0]]), int(tokens[rows[0]])
-    where = f"{len(rows)} of {len(each)} rows: " if len(each) > 1 else ""
-    warnings.warn(f"{plan}: {where}{only_recent(seen=seen, held=held, recent=recent)}", stacklevel=3)
+    what = f"nothing but the first {held} of {seen} tokens is held, none of the newest"
+    if recent:
+        what = only_recent(seen=seen, held=held, recent=recent)
+    where, cure = "", f"Give more than {recent or first}"
+    if len(each) > 1:
+        where = f"in {len(rows)} of {len(each)} rows "
+        cure = "tokens= in the place of keep= leaves short rows whole" if plan.keep is not None else cure
+    warnings.warn(f"{plan}: {where}{what}. {cure}", stacklevel=3)
     return True
 
 

@@ -200,7 +200,8 @@ def budget_notes(plan: Plan, geometry: Geometry | None, element: int, tokens: in
         # A number of tokens or of bytes is the same at any length.
         budget = _budget(plan, tokens or 1, geometry, element) if budget is None else budget
         low = budget is not None and budget <= recent
-        return [only_recent(seen=tokens, held=budget, recent=recent)] if low and budget is not None else []
+        cure = f"give more than {recent}, or the score a smaller window"
+        return [f"{only_recent(seen=tokens, held=budget, recent=recent)}: {cure}"] if low and budget is not None else []
     longest = _longest(plan.keep, recent)
     return [
         f"prompts of up to {longest} tokens: keep={plan.keep} of them is at most {recent} tokens per kv head, and the "
