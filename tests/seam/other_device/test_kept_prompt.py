@@ -6,18 +6,23 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.support.other_device.backend import move_model, register
-from tests.support.other_device.syncs import count_syncs
-from tests.support.seam.same_cache import assert_same_cache
-from tests.support.seam.zoo import build, prompts
 
 import kvtailor
 from kvtailor.hf.run.kept_prompt import fill, keep
 from kvtailor.hf.run.prefill import read
 from kvtailor.plan import Plan
 from kvtailor.types import Needs
+from tests.support.other_device.backend import move_model, register
+from tests.support.other_device.syncs import count_syncs
+from tests.support.seam.same_cache import assert_same_cache
+from tests.support.seam.zoo import build, prompts
 
-PLANS = ("full", "snapkv(window=6) + adakv @ tokens=24", "h2o(recent=6) @ tokens=24", "snapkv(window=6) + kivi @ keep=0.5")
+PLANS = (
+    "full",
+    "snapkv(window=6) + adakv @ tokens=24",
+    "h2o(recent=6) @ tokens=24",
+    "snapkv(window=6) + kivi @ keep=0.5",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

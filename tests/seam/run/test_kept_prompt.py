@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 
@@ -170,3 +171,33 @@ def test_only_attention_that_says_so_is_shared() -> None:
 
     assert Other().prompt_pass() == Segments().prompt_pass() and Other().shared_pass() is None
     assert "reads a prompt in a way of its own" in str(why_own(Plan.parse("reference")))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("plan", PLANS[:2])
+@torch.no_grad()
+def test_whatever_is_done_to_a_filled_cache_leaves_the_kept_prompt_as_it_is(family: str, plan: str) -> None:
+    model, lengths = model_of(family), (70, 43)
+    ids, mask = prompts(lengths)
+    kept = kept_of(family, lengths, union_of(Plan.parse(plan)))
+    before, drawn = _bytes(kept), torch.random.get_rng_state()
+    cache = kvtailor.cache_for(model, plan)
+    read(model, cache, ids, mask, kept=kept)
+    assert torch.equal(torch.random.get_rng_state(), drawn), "a method has drawn from torch's own generator"
+    copied = copy.deepcopy(cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 1]))
+    for name in ("evidence", "carry"):
+        held = getattr(copied.engine.states[0].observed, name)
+        for tensor in (held.tensors() if name == "evidence" else held).values():
+            tensor.zero_()
+    for layer in copied.layers:
+        state = getattr(layer, "state", None)
+        held = [] if state is None else [*state.parts()]
+        for tensor in [t for part in held for t in part.tensors().values()]:
+            tensor.zero_()
+        for tensor in layer.states().values() if hasattr(layer, "states") else ():
+            tensor.zero_()
+    cache.reset()
+    assert _bytes(kept) == before
