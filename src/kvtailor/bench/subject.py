@@ -59,6 +59,9 @@ class Prefills(Protocol):
     ) -> Tensor | None:  # fmt: skip
         """See `bench.measure.kept_prompts.KeptPrompts.filled`."""
 
+    def not_filled(self, cache: Any, why: str) -> None:
+        """See `bench.measure.kept_prompts.KeptPrompts.not_filled`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
@@ -347,6 +350,8 @@ class Subject:
         """Before the model's own `generate` with a prompt (b, n) and an empty cache, see `hf.run.prefill.begin`."""
         from kvtailor.hf.run.prefill import begin
 
+        if self.kept is not None:
+            self.kept.not_filled(cache, "transformers' own generate() feeds the prompt")
         begin(self.model, cache, ids, mask, tokenizer=self.tokenizer)
 
     def wait(self) -> None:

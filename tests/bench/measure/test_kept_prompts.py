@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from tests.support.bench.frauds import FRAUDS
+from tests.support.bench.harness_fixtures import folder
+from tests.support.bench.longset_rows import lines_to, longbench_row
 from tests.support.bench.shared_prefill import Louder
 from tests.support.calibrated import tiny
 from tests.support.seam.zoo import build, prompts
@@ -20,8 +23,11 @@ from kvtailor.bench.runner import contestants_of, run
 from kvtailor.bench.schema import Record, read_records
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.fidelity import Fidelity
+from kvtailor.bench.tasks.harness import Harness
+from kvtailor.bench.tasks.longcontext import LongContext
 from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
+from kvtailor.bench.tasks.reasoning import Reasoning
 from kvtailor.bench.tasks.speed import Speed
 from kvtailor.plan import Plan
 
@@ -74,6 +80,32 @@ def test_records_are_the_same_and_say_how_their_prompts_were_read(subject: Subje
     assert {(record.prefill, record.prefill_own) for record in own} == {("own", NOT_SHARED)}
     # Of each kind of pass one plan, once in the run.
     assert [record.label for record in shared if record.prefill_compared] == PLANS[:2]
+
+
+def test_long_documents_and_chains_are_the_same(subject: Subject, tmp_path: Path) -> None:
+    rows = [longbench_row(f"{generated_text(300, state=i)}", ["a"], _id=f"n{i}") for i in range(2)]
+    lines_to(tmp_path / "longbench" / "passage_retrieval_en.jsonl", rows)
+    tasks = [
+        LongContext(benchmark="longbench", subset="passage_retrieval_en", data=tmp_path),
+        Reasoning(counts=(2,), prompt=200, chains=1, every=40),
+    ]
+    plans = contestants_of(PLANS[:1])
+    shared, own = (run(subject, plans, tasks, bandwidth=False, share=share) for share in (True, False))
+    assert [facts(record) for record in shared] == [facts(record) for record in own]
+    assert {record.prefill for record in shared if record.error is None} == {"shared"}
+
+
+@pytest.mark.usefixtures("few_harness_tasks")
+def test_likelihoods_of_the_harness_are_the_same_and_its_answers_are_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="the harness is not installed: pip install 'kvtailor[harness]'")
+    demo = Subject.load("demo", dtype="float32")
+    data = folder(tmp_path, random.Random(0))
+    tasks = [Harness(task="arc_easy", data=data, limit=2), Harness(task="gsm8k", data=data, limit=1, fewshot=0)]
+    plans = contestants_of(["snapkv @ keep=0.3"])
+    shared, own = (run(demo, plans, tasks, bandwidth=False, share=share) for share in (True, False))
+    assert [facts(record) for record in shared] == [facts(record) for record in own]
+    assert [record.prefill for record in shared] == ["shared", "shared", "own", "own"]
+    assert "generate()" in str(shared[-1].prefill_own)
 
 
 def test_a_prompt_goes_through_the_model_once(subject: Subject) -> None:

@@ -21,7 +21,7 @@ from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs.replayed_cache import ReplayedCache
 from kvtailor.hf.model.processes import started
 from kvtailor.hf.model.vocabulary import token_rows
-from kvtailor.hf.run.kept_prompt import KeptPrompt, difference, fill, keep, why_own
+from kvtailor.hf.run.kept_prompt import CannotKeep, KeptPrompt, difference, fill, keep, why_own
 from kvtailor.hf.run.prefill import read
 from kvtailor.ops import dispatch
 from kvtailor.plan import Plan
@@ -62,6 +62,7 @@ class KeptPrompts:
         off: why nothing is kept, as the end of a sentence; None: prompts are kept.
 
     Attributes:
+        off: see above; also what has been found since.
         forwards: prompts that went through the model to be kept.
         peak: most bytes that were kept at once.
     """
@@ -118,6 +119,12 @@ class KeptPrompts:
         shared = note.why is None
         return {"prefill": "shared" if shared else "own", "prefill_own": note.why, "prefill_compared": note.compared}
 
+    def not_filled(self, cache: Any, why: str) -> None:
+        """Take note of a cache that reads a prompt itself, and why, as the end of a sentence."""
+        if isinstance(cache, KvCache):
+            note = self._notes.setdefault(cache.plan.hash, _Note())
+            note.why = note.why or self.off or why
+
     def filled(
         self, model: Any, ids: Tensor, cache: Any, *, last_only: bool, instruction: Tensor | None = None
     ) -> Tensor | None:  # fmt: skip
@@ -150,9 +157,11 @@ class KeptPrompts:
             if len(kept.repeated) > before:
                 self._weigh(entry)
         except torch.OutOfMemoryError:
+            # Nothing more is tried: what is kept in the midst of a measurement would be taken for the cache's.
+            self.off = "the device's memory did not hold a kept prompt beside the cache"
             self.forget()
             cache.reset()
-            note.why = note.why or "the device's memory did not hold a kept prompt beside the cache"
+            note.why = note.why or self.off
             return None
         kind = self._kind(cache.plan)
         # A record says that it was compared, so it is the turn of a plan that gets one.
@@ -196,8 +205,12 @@ class KeptPrompts:
             try:
                 kept = keep(model, ids, needs, last_only=last_only)
             except torch.OutOfMemoryError:
+                self.off = why = "the device's memory did not hold a prompt that is kept"
                 self.forget()
-                why = "the device's memory did not hold a prompt that is kept"
+                break
+            except CannotKeep as error:
+                self.off = why = str(error)
+                break
             except (KvtailorError, ValueError) as error:
                 # Where the plan itself is at fault, its own prefill says so.
                 why = str(error)
