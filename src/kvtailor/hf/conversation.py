@@ -177,7 +177,8 @@ def right_call() -> str:
     return (
         f"hand it the whole conversation, model.generate(torch.cat([seen_ids, new_ids], 1), {CACHE_ARGUMENT}=cache), "
         "of which generate() feeds what is new; for another conversation make a new cache or call cache.reset(); for "
-        "several questions on one context, kvtailor.read(model, tokenizer, context, plan=plan).ask(questions)"
+        "several questions on one context, kvtailor.read(model, tokenizer, context, plan=plan).ask(questions); "
+        "a pipeline takes a list of prompts as one batch with batch_size=len(prompts)"
     )
 
 
