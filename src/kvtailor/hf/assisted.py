@@ -18,7 +18,7 @@ from transformers.generation import utils
 
 from kvtailor.hf.versions import ASSISTED_LOOP
 
-__all__ = ["ids_of_caller", "prompt_of_caller", "refusal"]
+__all__ = ["ids_of_caller", "longest_of_caller", "prompt_of_caller", "refusal"]
 
 
 def prompt_of_caller() -> int | None:
@@ -44,6 +44,13 @@ def ids_of_caller() -> tuple[Tensor, Tensor | None] | None:
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
         return ids, None
     return ids, mask.to(torch.bool)
+
+
+def longest_of_caller() -> int | None:
+    """Columns that transformers' assisted decoding will have fed when it ends, at most; None outside it."""
+    longest = getattr((_loop() or {}).get("generation_config"), "max_length", None)
+    # The last token is never fed.
+    return None if longest is None else int(longest) - 1
 
 
 def _loop() -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ NaN: where some other attention runs on it after all, the output is NaN instead 
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
+from kvtailor.hf.handed import CLOCK, check_fed
 from kvtailor.hf.layers.run_eagerly import run_eagerly
 from kvtailor.hf.mask import LazyMask, lazy_mask
 from kvtailor.hf.model.attending.own_layers import own_attention
@@ -147,6 +149,9 @@ def attention(
     if layer is None:
         for each in _COUNTED:
             each.attention_came(module, query, key)
+        if key.shape[2] == query.shape[2]:
+            # It reads nothing but its own tokens: a prompt, or a forward whose cache was taken away.
+            check_fed(module, attention_mask, sys._getframe(1))
         softmax = softmax_of(module, query.shape[1], kwargs, of_sdpa=True)
         if not softmax.plain:
             output = own_attention(module, query, key, value, attention_mask, scaling, softmax, dropout, **kwargs)
@@ -229,6 +234,7 @@ def forward_mask(*args: Any, config: Any = None, **kwargs: Any) -> LazyMask:
     mask.config = config
     if config is not None and not torch.compiler.is_compiling():
         forward_began(config, mask)
+    mask.began = next(CLOCK)
     return mask
 
 

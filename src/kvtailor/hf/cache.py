@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -18,18 +19,20 @@ from transformers import Cache
 from kvtailor.calibration_file import Calibration
 from kvtailor.engine import rollback
 from kvtailor.engine.engine import Engine
-from kvtailor.engine.phase import Recording
+from kvtailor.engine.phase import Compressing, Recording
 from kvtailor.errors import CacheMisuse, PlanError
-from kvtailor.hf.assisted import ids_of_caller, prompt_of_caller, refusal
-from kvtailor.hf.conversation import Conversation, Shown, check_longer, right_call, shown_to_generate
+from kvtailor.hf.assisted import ids_of_caller, longest_of_caller, prompt_of_caller, refusal
+from kvtailor.hf.conversation import NOTES, Conversation, Shown, check_longer, right_call, shown_to_generate
 from kvtailor.hf.graphs.counts import ReplayCounts
 from kvtailor.hf.guard import CacheGuard
+from kvtailor.hf.handed import BETWEEN, GENERATES, check_mode
 from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.hf.layers.of_cache import EmptyLayer, layers_of, plan_misfits
 from kvtailor.hf.layers.run_eagerly import caller, run_eagerly
 from kvtailor.hf.layers.states import StateLayer, StatesMixin
 from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.model.geometry import Geometry
+from kvtailor.hf.model.rope_border import check_border, crossing, feed_all
 from kvtailor.hf.model.tensor_parallel import RankHeads, of_all
 from kvtailor.hf.saving import save
 from kvtailor.hf.switch import Lease
@@ -53,11 +56,11 @@ class KvCache(Cache):
         guard: what this cache and its layers check together.
         engine: the engine and the state of the compressed layers.
         calibrations: the files whose tensors the plan's methods read.
-        conversation: which token ids it has seen, as far as kvtailor was shown them.
         lease: keeps the model's attention ours while this cache or a copy of it is alive; see `hf.switch`.
     """
 
     lease: Lease | None = None
+    _conversation: Conversation
 
     def __init__(self, plan: Plan, geometry: Geometry, config: Any, *, share: HeadShare = ALL_HEADS):
         misfits = plan_misfits(plan, geometry)
@@ -76,6 +79,20 @@ class KvCache(Cache):
                 f"the model's own, or keep a state), so the plan {plan} has nothing to compress",
                 stacklevel=3,
             )
+
+    @property
+    def conversation(self) -> Conversation:
+        """Which token ids it has seen, as far as kvtailor was shown them."""
+        self._conversation.take_notes(seen=self.seen, real=self.guard.real)
+        return self._conversation
+
+    @conversation.setter
+    def conversation(self, value: Conversation) -> None:
+        self._conversation = value
+
+    def take_ids(self, ids: Tensor, mask: Tensor | None, at: int) -> None:
+        """Take note of ids (b, t) that it has seen from column `at` on; see `Conversation.append`."""
+        self._conversation.append(ids, mask, at=at)
 
     @property
     def engine(self) -> Engine:
@@ -108,7 +125,8 @@ class KvCache(Cache):
     def check_ids(self, input_ids: Tensor) -> None:
         """Raises where a conversation is not one whose beginning this cache has seen.
 
-        `generate()` and sessions call this by themselves. Of what plain forwards fed, the cache has the length alone.
+        `generate()` and sessions call this by themselves. Of what was fed as embeddings, or in a way that shows no ids,
+        the cache has the length alone.
 
         Args:
             input_ids: (b, n) token ids of the whole conversation, the tokens seen included.
@@ -212,6 +230,8 @@ class KvCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> KvCache:
         other = object.__new__(type(self))
         memo[id(self)] = other
+        # How often a tensor was written to is not copied.
+        self._conversation.join_notes()
         other.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return other
 
@@ -251,11 +271,13 @@ class KvCache(Cache):
             )
             if why is not None:
                 raise CacheMisuse(why)
+            what, why = "this text, with as many tokens as it may get,", "one forward verifies a draft on either side"
+            check_border(self.guard.border, seen=prompt, after=longest_of_caller() or prompt, what=what, why=why)
         self.engine.switch.record(prompt)
         super().activate_past_recording()
         ids = ids_of_caller()
         if ids is not None:
-            self.conversation.append(*ids, at=0)
+            self.take_ids(*ids, at=0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was (beam search)."""
@@ -265,7 +287,7 @@ class KvCache(Cache):
             if self.guard.real is not None:
                 self.guard.real = self.guard.real.index_select(0, beam_idx.to(self.guard.real.device))
             self.guard.rope.select_rows(beam_idx)
-            self.conversation.select_rows(beam_idx.tolist(), seen=self.seen)
+            self._conversation.select_rows(beam_idx.tolist(), seen=self.seen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, next to itself."""
@@ -305,7 +327,7 @@ class KvCache(Cache):
             Cache.crop(self, tokens_to_remove)
             if self.guard.real is not None:
                 self.guard.real = self.guard.real[:, : self.seen].clone()
-            self.conversation.crop(self.seen)
+            self._conversation.crop(self.seen)
 
     @property
     def is_croppable(self) -> bool:
@@ -347,6 +369,13 @@ class KvCache(Cache):
         """Tokens seen by a layer."""
         self.guard.check_whole()
         length, frame = int(super().get_seq_length(layer_idx)), caller(sys._getframe(1))
+        border = self.guard.border
+        if border is not None and frame is not None and crossing(border, frame, length):
+            if length and border.turns:
+                self._check_reads_anew(seen=length, after=length + 1, what="the text")
+                feed_all(border, frame, length)
+                self.reset()
+            return border.tokens + 1
         self.guard.rope.asked_for_length(frame, length)
         shown = shown_to_generate(frame)
         if shown is not None:
@@ -362,7 +391,7 @@ class KvCache(Cache):
                 f"call generate() without {CACHE_ARGUMENT}"
             )
         seen = self.seen
-        self.conversation.check_rows(seen=seen)
+        self._conversation.check_rows(seen=seen)
         alone = shown.columns == seen + shown.tokens
         if seen and not alone:
             if shown.columns != shown.tokens:
@@ -375,18 +404,47 @@ class KvCache(Cache):
                 check_longer(shown.tokens, seen=seen)
             else:
                 self.check_ids(shown.ids)
-        self.conversation.crop(seen)
+        if shown.chunk is not None:
+            first = seen or min(shown.chunk, shown.columns)
+            what = "this text, fed so many tokens at a time,"
+            check_border(self.guard.border, seen=first, after=shown.columns, what=what)
+        if shown.most is not None:
+            what = "this text, with as many tokens as generate() may write,"
+            why = "generate() got embeddings" if shown.ids is None else ""
+            if seen and alone:
+                why = "generate() got the new tokens alone"
+            self._check_reads_anew(seen=seen or shown.columns, after=shown.most, what=what, why=why)
+        self._conversation.crop(seen)
         if shown.ids is not None:
-            self.conversation.append(shown.ids if alone else shown.ids[:, seen:], shown.real, at=seen)
+            self._conversation.append(shown.ids if alone else shown.ids[:, seen:], shown.real, at=seen)
+
+    def _check_reads_anew(self, *, seen: int, after: int, what: str, why: str = "") -> None:
+        """Raise where a text crosses the border of its model's long rope, and cannot be read anew there."""
+        if self.engine.needs.reconstruction:
+            why = f"{self.plan} reads its context twice, which generate() does not"
+        elif not isinstance(self.engine.phase, Compressing):
+            why = f"this cache {self.engine.phase.meaning}"
+        if why:
+            check_border(self.guard.border, seen=seen, after=after, what=what, why=why)
 
     @run_eagerly
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of a layer's mask; raises where `generate()` found nothing new in its input."""
+        """Length and offset of a layer's mask, for which a forward asks before its layers.
+
+        Raises:
+            CacheMisuse: `generate()` found nothing new in its input, or the model would not read this cache as it is.
+        """
         if not query_length and self.seen:
             raise CacheMisuse(
                 f"this cache has seen {self.seen} tokens, and generate() got so few that it has cut off all of them: "
                 f"{right_call()}"
             )
+        guard = self.guard
+        model = None if guard.model is None else guard.model()
+        if model is not None and model.training:
+            check_mode(model)
+        if guard.border is not None:
+            check_border(guard.border, seen=self.seen, after=self.seen + query_length, what="this forward")
         if query_length > 1 and self.seen and self.geometry.restarts:
             raise CacheMisuse(
                 f"this cache has seen {self.seen} tokens, and {query_length} come at once: transformers' "
@@ -394,6 +452,30 @@ class KvCache(Cache):
                 "before. Give the whole text to a new cache, or feed one token at a time"
             )
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        # The ids of the forward, read in place: a decoded token pays for each call of a function.
+        frame: FrameType | None = sys._getframe(1)
+        ids: Tensor | None = None
+        while frame is not None:
+            module: str = frame.f_globals.get("__name__") or ""
+            if module.startswith(GENERATES) or not module.startswith(BETWEEN):
+                break
+            if frame.f_code.co_name == "forward":
+                given = frame.f_locals.get("input_ids")
+                # The outermost has them as the caller gave them.
+                ids = given if isinstance(given, Tensor) and given.shape[1:] == (query_length,) else ids
+            frame = frame.f_back
+        if ids is not None:
+            known, writes = self._conversation, None
+            if query_length > 1 or ids.is_inference():
+                known.newest, kept = None, ids.clone()
+            else:
+                # A copy would be an operation more. The first token's shows whether one tensor serves for all.
+                before, known.newest = known.newest, (ids, ids._version)
+                known.written = known.written or (before is not None and before[0]._version != before[1])
+                kept, writes = (ids.clone(), None) if known.written or before is None else known.newest
+            known.notes.append((sum(sizes) - query_length, kept, writes))
+            if len(known.notes) > NOTES:
+                known.join_notes()
         return sizes
 
     def _check_rows_may_change(self) -> None:

@@ -1,12 +1,14 @@
 """Which conversation a cache has seen: hashes of its token ids, as far as kvtailor got them.
 
 A cache gets keys and values, never token ids. Where ids pass through kvtailor (`prefill`, a session, `generate`), or
-transformers' `generate()` reads from the cache how many of them it has seen, the cache keeps a rolling hash of each
-row, and refuses a conversation that begins otherwise. Plain forwards give it no ids.
+transformers' `generate()` reads from the cache how many of them it has seen, or a forward's frames show them (see
+`hf.handed`), the cache keeps a rolling hash of each row, and refuses a conversation that begins otherwise. Embeddings
+have no ids.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -18,13 +20,20 @@ from transformers.generation import utils
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.versions import CACHE_ARGUMENT, PREFILL
 
-__all__ = ["Conversation", "Known", "Shown", "check_longer", "right_call", "shown_to_generate"]
+__all__ = ["NOTES", "Conversation", "Known", "Shown", "check_longer", "right_call", "shown_to_generate"]
 
 # A polynomial in a fixed base modulo a Mersenne prime: 61 bits for each row, and more tokens can join at any time.
 _PRIME = (1 << 61) - 1
 _BASE = 1_000_003
 # Two texts that begin alike by chance do not do so for longer.
 _NO_CHANCE = 16
+# What is not told by ids, and is the reason more often than not.
+_OF_TEMPLATES = (
+    "A chat template that leaves the reasoning out of earlier turns, or writes them otherwise, does that: give it the "
+    "turns as they were, or begin with a new cache"
+)
+# Ids of so many forwards are kept apart, then joined.
+NOTES = 64
 
 
 @dataclass(frozen=True)
@@ -47,11 +56,20 @@ class Conversation:
         known: its beginnings, each longer than the one before; the last reaches as far as ids were shown without a gap.
         reordered: rows were put in another order after tokens that were not shown, as beam search does.
         real: (b, columns) bool on the CPU, False for padding, whose ids do not matter; None: no padding.
+        notes: of forwards that have begun, of whose end nothing is known here: the column of the first token, its ids
+            (b, t), and how often the tensor had been written to by then, None where nobody else can write to it. See
+            `take_notes`.
+        newest: the tensor of the newest forward of one token, and how often it had been written to by then; None behind
+            any other.
+        written: who feeds token by token writes to tensors that were fed, so copies are noted.
     """
 
     def __init__(self, known: Sequence[Known] = (), real: Tensor | None = None):
         self.known, self.real = tuple(known), real
         self.reordered = False
+        self.notes: list[tuple[int, Tensor, int | None]] = []
+        self.newest: tuple[Tensor, int] | None = None
+        self.written = False
         # (b, columns) int64, the hash of each row after each column; shorter where it is not known of all.
         self._trail: Tensor | None = None
 
@@ -63,7 +81,49 @@ class Conversation:
     @property
     def bytes(self) -> int:
         """What these notes take on the host, 8 bytes for each token: of no layer, and in no ledger."""
-        return sum(each.untyped_storage().nbytes() for each in (self._trail, self.real) if each is not None)
+        notes = [ids for _, ids, _ in self.notes]
+        return sum(each.untyped_storage().nbytes() for each in (self._trail, self.real, *notes) if each is not None)
+
+    def note(self, ids: Tensor, *, at: int) -> None:
+        """Note the ids (b, 1) of a step that is about to be replayed; plain forwards do so in `KvCache`."""
+        kept, writes = (ids.clone(), None) if ids.is_inference() else (ids, ids._version)
+        self.notes.append((at, kept, writes))
+        if len(self.notes) > NOTES:
+            self.join_notes()
+
+    def take_notes(self, *, seen: int, real: Tensor | None) -> None:
+        """Make known what was noted of forwards that came to their end. Nothing is left noted.
+
+        Args:
+            seen: tokens that the cache has seen.
+            real: (b, seen) bool or more columns, False for padding; None: no padding.
+        """
+        self.join_notes()
+        notes, self.notes = self.notes, []
+        for at, ids, _ in notes:
+            columns = self.columns
+            if at <= columns:
+                self.append(ids[:, columns - at : seen - at], real, at=columns)
+
+    def join_notes(self) -> None:
+        """Make one tensor, which nobody else can write to, of notes that follow each other."""
+        found: list[tuple[int, Tensor]] = []
+        first: float = math.inf
+        for at, ids, writes in reversed(self.notes):
+            # A forward that came to no end is followed by another at its column.
+            if at < first and (writes is None or ids._version == writes):
+                found.append((at, ids))
+            first = min(at, first)
+        runs: list[list[tuple[int, Tensor]]] = []
+        for at, ids in reversed(found):
+            before, last = runs[-1][-1] if runs else (0, None)
+            alike = last is not None and (len(ids), ids.device) == (len(last), last.device)
+            if last is not None and alike and at == before + last.shape[1]:
+                runs[-1].append((at, ids))
+            else:
+                runs.append([(at, ids)])
+        self.notes = [(run[0][0], torch.cat([ids for _, ids in run], 1), None) for run in runs]
+        self.newest = None
 
     def append(self, ids: Tensor, real: Tensor | None, *, at: int) -> None:
         """Takes note of tokens that the cache has seen.
@@ -89,6 +149,7 @@ class Conversation:
         elif self._trail is not None and self._trail.shape == (ids.shape[0], at):
             self._trail = torch.cat([self._trail, trail], 1)
         self.known += (Known(end, tuple(trail[:, -1].tolist())),)
+        self.notes = [note for note in self.notes if note[0] + note[1].shape[1] > end]
 
     def check(self, ids: Tensor, *, seen: int, rows: int) -> None:
         """Raises where ids are not a conversation whose beginning the cache has seen.
@@ -116,12 +177,16 @@ class Conversation:
         hashes = (0,) * rows
         for known in self.known:
             piece = slice(equal, known.columns)
-            hashes = _hashes(spread[:, piece], None if self.real is None else self.real[:, piece], hashes)
+            trail = _trails(spread[:, piece], None if self.real is None else self.real[:, piece], hashes)
+            hashes = tuple(trail[:, -1].tolist())
             for row, (found, wanted) in enumerate(zip(hashes, known.hashes, strict=True)):
                 if found != wanted:
+                    where = f"between columns {equal} and {known.columns}"
+                    if self._trail is not None and self._trail.shape[1] >= known.columns:
+                        where = f"from column {equal + int((trail[row] != self._trail[row, piece]).nonzero()[0])} on"
                     raise CacheMisuse(
                         f"row {row} is another conversation than the one of which this cache has seen {seen} tokens: "
-                        f"token ids differ between columns {equal} and {known.columns}; {right_call()}"
+                        f"token ids differ {where}. {_OF_TEMPLATES}; else {right_call()}"
                     )
             equal = known.columns
 
@@ -140,6 +205,11 @@ class Conversation:
     def crop(self, seen: int) -> None:
         """The cache has forgotten all but its first `seen` tokens."""
         cut = self.columns > seen
+        self.notes = [
+            (at, ids if at + ids.shape[1] <= seen else ids[:, : seen - at], writes)
+            for at, ids, writes in self.notes
+            if at < seen
+        ]
         self.known = tuple(known for known in self.known if known.columns <= seen)
         if cut and seen and self._trail is not None and self._trail.shape[1] >= seen > self.columns:
             self.known += (Known(seen, tuple(self._trail[:, seen - 1].tolist())),)
@@ -159,6 +229,8 @@ class Conversation:
     def select_rows(self, index: Sequence[int], *, seen: int = 0) -> None:
         """Becomes the conversation of a batch made of the rows `index` of this one, which has seen so many tokens."""
         self.reordered = self.reordered or seen > self.columns
+        # Rows of tokens that were noted alone are not followed: `take_notes` comes before, or they are unknown.
+        self.notes = []
         if self._trail is not None:
             self._trail = self._trail[list(index)]
         self.known = tuple(Known(known.columns, tuple(known.hashes[i] for i in index)) for known in self.known)
@@ -169,7 +241,8 @@ class Conversation:
 def check_longer(tokens: int, *, seen: int) -> None:
     """Raises where a conversation is no longer than what a cache has seen."""
     if tokens <= seen:
-        raise CacheMisuse(f"this cache has seen {seen} tokens, and got a conversation of {tokens}: {right_call()}")
+        found = f"this cache has seen {seen} tokens, and got a conversation of {tokens}"
+        raise CacheMisuse(f"{found}. {_OF_TEMPLATES}; else {right_call()}")
 
 
 def right_call() -> str:
@@ -193,6 +266,7 @@ class Shown:
         real: (b, columns) bool of that mask, False for padding; None: nothing is padding.
         uses_cache: it will feed only what the cache has not seen.
         most: columns that the cache will have seen when it ends, at most; None where that is not known.
+        chunk: feed so many tokens of the prompt at a time; None: all at once.
     """
 
     ids: Tensor | None
@@ -201,6 +275,7 @@ class Shown:
     real: Tensor | None
     uses_cache: bool = True
     most: int | None = None
+    chunk: int | None = None
 
 
 def shown_to_generate(frame: FrameType | None) -> Shown | None:
@@ -228,8 +303,9 @@ def shown_to_generate(frame: FrameType | None) -> Shown | None:
         columns=int(columns),
         real=real,
         uses_cache=more.get("use_cache") is not False,
-        # The last token is never fed.
-        most=None if longest is None else int(columns) + longest - tokens - 1,
+        # The last token is never fed. Of embeddings the longest text does not count the prompt.
+        most=None if longest is None else int(columns) + longest - ids.shape[1] - 1,
+        chunk=getattr(config, "prefill_chunk_size", None),
     )
 
 

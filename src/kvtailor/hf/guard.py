@@ -21,8 +21,10 @@ from kvtailor.engine.phase import Recording
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.assisted import prompt_of_caller
 from kvtailor.hf.attention import NAME
+from kvtailor.hf.handed import CLOCK
 from kvtailor.hf.images.rope_deltas import RopeDeltas
 from kvtailor.hf.model.geometry import Geometry
+from kvtailor.hf.model.rope_border import RopeBorder
 from kvtailor.hf.progress import (
     START_OVER,
     TWO_THREADS,
@@ -60,6 +62,8 @@ class CacheGuard:
         rope: by how much images have shifted the positions of what follows them.
         real: (b, columns) bool of the columns seen, False for padding; None where nothing was padded.
         layers: how many layers the cache has.
+        border: where the model drops its cache, see `hf.model.rope_border`; None: nowhere.
+        fed_at: when a layer was fed last, or wrote its states, by `hf.handed.CLOCK`; 0: never.
         first_compressed: the first of them that the plan compresses; None: none is.
     """
 
@@ -75,6 +79,8 @@ class CacheGuard:
         self.observers: tuple[Observer, ...] = ()
         self.model: weakref.ref[Any] | None = None
         self.rope = RopeDeltas()
+        self.border: RopeBorder | None = None
+        self.fed_at = 0
         self._warned = False
         self.reset()
 
@@ -82,6 +88,11 @@ class CacheGuard:
     def config(self) -> Any:
         """The config of the model, the very object."""
         return self._config.value
+
+    @property
+    def at_work(self) -> bool:
+        """Whether a forward or another change has begun and not ended."""
+        return self._now is not None
 
     def reset(self) -> None:
         """Forgets what was seen, and what went wrong."""
@@ -108,6 +119,7 @@ class CacheGuard:
         Raises:
             CacheMisuse: another thread is at work, or the forward before did not come to its end.
         """
+        self.fed_at = next(CLOCK)
         if not STATES_ARE_ASKED_FOR:
             return
         me, bit = threading.get_ident(), 1 << (self.layers + layer)
@@ -144,6 +156,7 @@ class CacheGuard:
     def reading_begins(self, layer: int, source: int) -> None:
         """Called when the attention of layer `layer` is about to read what the layer `source` holds."""
         self._check_not_refused()
+        self.fed_at = next(CLOCK)
         with self._alone:
             now = self._now
             if now is None or now.reached != "done" or not now.layers >> source & 1 or now.layers >> layer & 1:
@@ -159,6 +172,7 @@ class CacheGuard:
             CacheMisuse: another thread is at work, or the forward before did not come to its end.
         """
         me = threading.get_ident()
+        self.fed_at = next(CLOCK)
         with self._alone:
             now = self._now
             if now is None:

@@ -28,6 +28,7 @@ from kvtailor.hf.model.geometry import Geometry, check
 from kvtailor.hf.model.key_bias import has_key_bias, key_offset_of, warn_of_key_bias
 from kvtailor.hf.model.modules import modules_by_layer, rotation_of
 from kvtailor.hf.model.projection import OutputProjection
+from kvtailor.hf.model.rope_border import rope_border
 from kvtailor.hf.model.tensor_parallel import check_plan, check_same_plan, share_of
 from kvtailor.hf.switch import switch
 from kvtailor.plan import Plan
@@ -81,6 +82,7 @@ def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False) -> KvCache:
     if isinstance(cache, ReplayedCache):
         cache.open_steps.record = checked_recorder(model, obstacle_of_forward(model) or obstacle(cache, model))
     cache.guard.model = weakref.ref(model)
+    cache.guard.border = rope_border(model)
     cache.guard.rope = RopeDeltas(model, turned_by=str(parsed) if cache.plan.needs.rotation else None)
     for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
         if layer in known:

@@ -8,6 +8,7 @@ the whole tensor.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvtailor.errors import CacheMisuse, UnsupportedModel
+from kvtailor.hf.handed import check_fed
 from kvtailor.types.late_checks import read_flag
 
 __all__ = ["LazyMask", "TensorMask", "lazy_mask"]
@@ -36,6 +38,7 @@ class LazyMask:
         local_size: window or chunk of the layer type; None on layers that see all.
         options: further arguments of transformers' own mask maker, for `dense`.
         config: of the model whose forward made it; None where that is not known.
+        began: when the forward began that made it, by `hf.handed.CLOCK`; 0 where that is not known.
         continues: it hides what the forward before hid, and no new token; False where that was not looked at.
     """
 
@@ -50,6 +53,7 @@ class LazyMask:
     device: torch.device
     options: dict[str, Any] = field(default_factory=dict)
     config: Any = None
+    began: int = 0
     continues: bool = False
     # transformers reads a mask's number of dimensions before it hands it on; this one is no 4-D tensor.
     shape: tuple[int, ...] = ()
@@ -182,6 +186,8 @@ class LazyMask:
         masked = getattr(logits, "masked", None)
         if masked is not None:
             return masked(self)
+        if logits.shape[-1] == self.new_tokens:
+            check_fed(self, self, sys._getframe(1))
         allowed = self.dense(logits.device)
         if allowed is None:
             rows, columns = torch.arange(self.batch_size), torch.arange(self.kv_length)

@@ -26,9 +26,11 @@ __all__ = [
     "ATTENTION_CACHE_ARGUMENTS",
     "CACHE_ARGUMENT",
     "CACHE_ARGUMENTS",
+    "FED",
     "POSITIONS_IN_FORWARD",
     "POSITIONS_IN_GENERATE",
     "PREFILL",
+    "PREPARE",
     "STATES_ARE_ASKED_FOR",
     "broken_assumptions",
     "find_cache",
@@ -55,6 +57,8 @@ STATES_ARE_ASKED_FOR = hasattr(Cache, "get_conv_state")
 PREFILL = "_prefill"
 # ... the loop of prompt lookup and assisted decoding, ...
 ASSISTED_LOOP = "_assisted_decoding"
+# ... the one that drops the cache of a model with long rope, of whose dict of further arguments one is changed, ...
+PREPARE, FED = "prepare_inputs_for_generation", "next_sequence_length"
 # ... and the two that ask a cache for its length before they read `rope_deltas`.
 POSITIONS_IN_FORWARD, POSITIONS_IN_GENERATE = "compute_3d_position_ids", "_prepare_position_ids_for_generation"
 
@@ -62,6 +66,8 @@ POSITIONS_IN_FORWARD, POSITIONS_IN_GENERATE = "compute_3d_position_ids", "_prepa
 _FRAMES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     PREFILL: (utils.__name__, "GenerationMixin", ("input_ids", "model_kwargs", "generation_config")),
     ASSISTED_LOOP: (utils.__name__, "GenerationMixin", ("input_ids", "model_kwargs")),
+    PREPARE: ("transformers.models.phi3.modeling_phi3", "Phi3ForCausalLM", ("input_ids", "kwargs")),
+    "forward": ("transformers.models.llama.modeling_llama", "LlamaModel", ("input_ids",)),
     POSITIONS_IN_GENERATE: (utils.__name__, "GenerationMixin", ("inputs_tensor", "model_kwargs")),
     POSITIONS_IN_FORWARD: (
         "transformers.models.qwen2_vl.modeling_qwen2_vl",
@@ -146,6 +152,8 @@ def broken_assumptions() -> list[str]:
     generate = inspect.signature(utils.GenerationMixin.generate).parameters
     if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in generate.values()):
         found.append("generate takes no further keyword arguments, among which it got its cache")
+    if FED not in inspect.signature(getattr(utils.GenerationMixin, PREPARE)).parameters:
+        found.append(f"{PREPARE} takes no {FED}, by which a text is fed anew")
     if not hasattr(GenerationConfig(), "max_length"):
         found.append("a generation config has no max_length, from which the longest text is read")
     return found

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import jinja2
 import pytest
 import torch
 from torch import Tensor
 
 import kvtailor
 from kvtailor.errors import CacheMisuse
-from kvtailor.hf.conversation import Conversation
+from kvtailor.hf.conversation import NOTES, Conversation
 from kvtailor.hf.versions import CACHE_ARGUMENT, hand_cache
 from tests.support.seam.zoo import COMPRESSIBLE, build, prompts
 
@@ -161,7 +162,7 @@ def test_plain_generate_follows_its_own_prompts_and_refuses_others(lengths: tupl
     ids, mask = prompts(lengths)
     cache = kvtailor.cache_for(model, SNAP)
     out = model.generate(ids, attention_mask=mask, **hand_cache(cache), **GREEDY)
-    assert cache.conversation.columns == 40 and cache.seen == 42
+    assert cache.conversation.columns == 42 and cache.seen == 42
     whole = torch.cat([out, other(5).expand(len(lengths), -1)], 1)
     seen = torch.cat([mask, mask.new_ones((len(lengths), 8))], 1)
     wrong = whole.clone()
@@ -169,8 +170,7 @@ def test_plain_generate_follows_its_own_prompts_and_refuses_others(lengths: tupl
     with pytest.raises(CacheMisuse, match=f"row {len(lengths) - 1} is another conversation"):
         model.generate(wrong, attention_mask=seen, **hand_cache(cache), **GREEDY)
     model.generate(whole, attention_mask=seen, **hand_cache(cache), **GREEDY)
-    # Between two calls the model fed its own answers, so that what came later cannot join what is known.
-    assert cache.conversation.columns == 40 and cache.seen == 50
+    assert cache.conversation.columns == 50 and cache.seen == 50
 
 
 def test_a_mask_that_fits_neither_all_tokens_nor_the_new_ones_is_refused() -> None:
@@ -287,15 +287,146 @@ def test_a_crop_takes_the_knowledge_back_with_the_tokens() -> None:
 
 
 @torch.no_grad()
-def test_what_plain_forwards_fed_is_not_known_and_not_refused() -> None:
+@pytest.mark.parametrize("family", ["llama", "mistral_window", "gpt2", "opt"])
+@pytest.mark.parametrize("fed", ["one tensor", "a new tensor that was written to", "slices", "inference"])
+@pytest.mark.filterwarnings("ignore:all 3 layers", "ignore:no layer")
+def test_what_plain_forwards_fed_is_known(family: str, fed: str) -> None:
+    model = build(family)
+    ids, _ = prompts((40,))
+    cache = kvtailor.cache_for(model, "full")
+    with torch.inference_mode() if fed == "inference" else torch.no_grad():
+        model(ids[:, :30], **hand_cache(cache))
+        step, text = ids[:, 30:31].clone(), ids.new_zeros((1, 40))
+        for column in range(30, 40):
+            if fed == "a new tensor that was written to":
+                step = torch.empty_like(step)
+            elif fed == "slices":
+                step = text[:, column : column + 1]
+            step.copy_(ids[:, column : column + 1])
+            model(step, **hand_cache(cache))
+    assert cache.conversation.columns == 40
+    cache.check_ids(torch.cat([ids, other(5)], 1))
+    for column in (3, 29, 30, 35, 39):
+        wrong = torch.cat([ids, other(5)], 1)
+        wrong[0, column] = (wrong[0, column] + 1) % 131
+        with pytest.raises(CacheMisuse, match="another conversation"):
+            copy.deepcopy(cache).check_ids(wrong)
+        with pytest.raises(CacheMisuse, match="another conversation"):
+            model.generate(wrong, **hand_cache(copy.deepcopy(cache)), **GREEDY)
+    with pytest.raises(CacheMisuse, match="whole conversation"):
+        cache.check_ids(other(40))
+
+
+REASONS = "<think>the harbour has a code, 48213</think>"
+ANSWER = "It is 48213."
+KEEPS = """{% for m in messages %}<{{ m.role }}>{{ m.content }}
+{% endfor %}{% if open %}<assistant>{% endif %}"""
+# As those of Qwen 3 and of DeepSeek R1.
+STRIPS = KEEPS.replace("m.content", "m.content.split('</think>')[-1]")
+
+
+def written(template: str, *turns: str) -> Tensor:
+    """(1, n) ids of a chat, one for each character."""
+    roles = ["user", "assistant"] * len(turns)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+    text = jinja2.Template(template).render(messages=messages, open=len(turns) % 2 == 1)
+    return torch.tensor([[ord(each) for each in text]])
+
+
+@pytest.mark.parametrize("how", ["generate", "forwards", "a session", "sampled rows"])
+@pytest.mark.parametrize("question", ["And the island?", "And the island? " * 6])
+def test_a_template_that_leaves_reasoning_out_of_earlier_turns_is_noticed(how: str, question: str) -> None:
+    """What plain `generate` wrote is known as well, and what a loop of plain forwards has fed."""
+    model = build("llama")
+    turns = "What is the code?", REASONS + ANSWER
+    first, answer = written(KEEPS, turns[0]), written("{{ messages[0].content }}", turns[1])
+    rows = 2 if how == "sampled rows" else 1
+    said = torch.cat([first, answer], 1)
+
+    def forced(_: int, ids: Tensor) -> list[int]:
+        return [int(said[0, min(len(ids), said.shape[1] - 1)])]
+
+    words = {"max_new_tokens": answer.shape[1], "prefix_allowed_tokens_fn": forced}
+    cache = kvtailor.cache_for(model, SNAP)
+    if how == "forwards":
+        with torch.no_grad():
+            new = first
+            for column in range(first.shape[1], said.shape[1]):
+                model(new, **hand_cache(cache))
+                new = said[:, column : column + 1]
+    elif how == "a session":
+        with kvtailor.session(model, SNAP) as s:
+            s.generate(first, **words)
+            cache = s.last
+    else:
+        more = {"do_sample": True, "num_return_sequences": 2} if rows == 2 else {"do_sample": False}
+        assert torch.equal(model.generate(first, **hand_cache(cache), **words, **more), said.expand(rows, -1))
+    assert cache.seen == said.shape[1] - 1
+    stripped, kept = (written(each, *turns, question).expand(rows, -1) for each in (STRIPS, KEEPS))
+    for _ in range(2):
+        with pytest.raises(CacheMisuse, match="leaves the reasoning out of earlier turns") as caught:
+            model.generate(stripped, **hand_cache(cache), **GREEDY)
+        # A short one is told by its length.
+        assert stripped.shape[1] <= cache.seen or f"from column {first.shape[1]} on" in str(caught.value)
+    found = model.generate(kept, **hand_cache(copy.deepcopy(cache)), **GREEDY)
+    with kvtailor.session(model, SNAP) as s:
+        assert torch.equal(s.generate(kept, **hand_cache(cache), **GREEDY), found)
+
+
+def test_ids_of_forwards_are_of_rows_and_of_what_is_left() -> None:
+    model = build("llama")
+    ids, mask = prompts((40, 33))
+    cache = kvtailor.cache_for(model, "full")
+    with torch.no_grad():
+        model(ids[:, :38], attention_mask=mask[:, :38], **hand_cache(cache))
+        embedded = model.get_input_embeddings()(ids[:, 38:39])
+        model(inputs_embeds=embedded, attention_mask=mask[:, :39], **hand_cache(cache))
+        model(ids[:, 39:], attention_mask=mask, **hand_cache(cache))
+    # What embeddings brought has no ids, and what came behind it cannot join.
+    assert cache.conversation.columns == 38
+    whole = torch.cat([ids, other(5).expand(2, -1)], 1)
+    cache.check_ids(whole)
+    padded = whole.clone()
+    padded[1, 0] += 1
+    cache.check_ids(padded)
+    swapped = copy.deepcopy(cache)
+    swapped.batch_select_indices(torch.tensor([1, 0]))
+    swapped.check_ids(whole.flip(0))
+    with pytest.raises(CacheMisuse, match="another conversation"):
+        swapped.check_ids(whole)
+
+
+def test_a_forward_that_was_refused_leaves_no_ids() -> None:
     model = build("llama")
     ids, _ = prompts((40,))
     cache = kvtailor.cache_for(model, SNAP)
-    model(ids, **hand_cache(cache))
-    assert cache.conversation.columns == 0
-    cache.check_ids(other(50))
-    with pytest.raises(CacheMisuse, match="whole conversation"):
-        cache.check_ids(other(40))
+    with torch.no_grad():
+        model(ids, **hand_cache(cache))
+        with pytest.raises(CacheMisuse):
+            model(other(4), attention_mask=torch.ones((1, 1, 2, 2), dtype=torch.bool), **hand_cache(cache))
+        with pytest.raises(CacheMisuse):
+            model(other(4).expand(2, -1), **hand_cache(cache))
+        model(ids[:, :3], **hand_cache(cache))
+    cache.check_ids(torch.cat([ids, ids[:, :3], other(5)], 1))
+    assert cache.conversation.columns == 43
+
+
+def test_many_notes_are_joined_and_cost_eight_bytes_a_token() -> None:
+    model = build("llama")
+    ids, _ = prompts((300,))
+    cache = kvtailor.cache_for(model, "full")
+    with torch.no_grad():
+        model(ids[:, :100], **hand_cache(cache))
+        for column in range(100, 300):
+            model(ids[:, column : column + 1].clone(), **hand_cache(cache))
+    known = cache._conversation
+    assert known.columns == 0 and 0 < len(known.notes) <= NOTES
+    cache.crop(-10)
+    assert cache.conversation is known and known.columns == 290 and not known.notes
+    assert known.bytes == 8 * 290
+    other_way = Conversation()
+    other_way.append(ids[:, :290], None, at=0)
+    assert known.known[-1] == other_way.known[-1]
 
 
 def test_hashes_are_of_ids_in_order_and_join() -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 import kvtailor
 from kvtailor.errors import CacheMisuse, UnsupportedModel
@@ -22,6 +23,7 @@ from kvtailor.hf.graphs.open_steps import _WORTH_RECORDING
 from kvtailor.hf.versions import hand_cache, read_cache
 from tests.seam.run.test_replay import KIVI, PLANS
 from tests.support.crossed import crossed
+from tests.support.seam.long_rope import BORDER, LONG_ROPE, long_rope_model
 from tests.support.seam.tape import Tape
 from tests.support.seam.zoo import COMPRESSIBLE, VOCABULARY, build, prompts
 
@@ -86,6 +88,19 @@ def test_so_with_every_family(family: str) -> None:
     assert torch.equal(*texts)
     assert replayed.replays.replayed > 20
     alike(plain, replayed)
+
+
+def test_a_cache_that_its_model_would_drop_for_nothing_goes_on() -> None:
+    """Phi-3 without long rope, see `test_long_rope.py`; with it, no step can be recorded."""
+    model = AutoModelForCausalLM.from_config(transformers.Phi3Config(**LONG_ROPE)).eval()
+    ids, mask = prompts((BORDER - 12, BORDER - 15))
+    plain, replayed = both(model, KIVI)
+    texts = [model.generate(ids, attention_mask=mask, **hand_cache(each), **TOLD) for each in (plain, replayed)]
+    assert torch.equal(*texts)
+    assert replayed.replays.replayed > 20 and replayed.replays.reasons[A_PROMPT] == 1
+    alike(plain, replayed)
+    with pytest.raises(UnsupportedModel, match="rotary frequencies anew"):
+        kvtailor.cache_for(long_rope_model("phi3"), KIVI, graphs=True)
 
 
 def test_a_session_replays_in_every_cache(tapes: list[Tape]) -> None:

@@ -48,6 +48,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "has_previous_state": (0,),
     "is_recording_past": (0,),
     "reorder_cache": (torch.tensor([1, 0]),),
+    "take_ids": (torch.full((2, 3), 3), None, 0),
     "update": (torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 16), 0),
     "update_conv_state": (torch.zeros(2, 4, 3), 0),
     "update_recurrent_state": (torch.zeros(2, 4, 3), 0),

@@ -101,6 +101,7 @@ class OpenSteps:
             with self._alone:
                 reason = self._going_on(model, asked) or self._beginning(cache, model, asked)
                 if reason is None:
+                    cache._conversation.note(asked.tokens, at=cache.seen)
                     return self._output_of(cache, self._step(asked))
         else:
             reason = asked

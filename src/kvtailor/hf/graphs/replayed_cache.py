@@ -19,6 +19,7 @@ from kvtailor.hf.graphs.open_steps import OpenSteps
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers.run_eagerly import caller, run_eagerly
 from kvtailor.hf.model.geometry import Geometry
+from kvtailor.hf.model.rope_border import crossing
 from kvtailor.plan import Plan
 from kvtailor.types import ALL_HEADS, HeadShare
 
@@ -70,6 +71,7 @@ class ReplayedCache(KvCache):
     def conversation(self) -> Conversation:
         """Which token ids it has seen, once the open steps have landed."""
         self.open_steps.land(looked_at=True)
+        self._conversation.take_notes(seen=self.seen, real=self._guard.real)
         return self._conversation
 
     @conversation.setter
@@ -98,10 +100,15 @@ class ReplayedCache(KvCache):
         shown = shown_to_generate(frame)
         if shown is not None:
             self.open_steps.most = shown.most
-        if shown is not None or not self.open_steps.done:
+        if shown is not None or not self.open_steps.done or crossing(self._guard.border, frame, self.seen):
             return super().get_seq_length(layer_idx)
         self._guard.rope.asked_for_length(frame, self.seen)
         return self.seen
+
+    def take_ids(self, ids: Tensor, mask: Tensor | None, at: int) -> None:
+        """Take note of ids (b, t) that it has seen from column `at` on."""
+        self.open_steps.land(looked_at=True)
+        super().take_ids(ids, mask, at)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was (beam search)."""

@@ -20,6 +20,7 @@ from kvtailor.hf.images.placeholders import check_text
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import load
+from kvtailor.hf.model.rope_border import check_border
 from kvtailor.hf.model.tensor_parallel import RankHeads, share_of, told_by_first
 from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.reader import CacheReader
@@ -198,6 +199,15 @@ def generate(
         readers.append(CacheReader(model, own_plan, mask, chunk))
         levels.append(Level())
         drafting = Hierarchy(readers[-1], drafting, rule, inner_gamma, levels[-1])
+    why = ""
+    if drafting is not None:
+        why = "a draft is verified by one forward on either side of it"
+    elif target_plan.needs.reconstruction:
+        why = f"{target_plan} reads its context twice"
+    for reader in readers if why else ():
+        last = ids.shape[1] + max_new_tokens - 1
+        what = "prompt and max_new_tokens together"
+        check_border(reader.cache.guard.border, seen=ids.shape[1], after=last, what=what, why=why)
     own = readers[-1] if len(readers) > 1 and (own_plan is not None or draft is None) else None
     sharing = [own] if own is not None and can_follow(own.plan) else []
     source = target if own is not None and can_remake(target.plan, own.plan) else None

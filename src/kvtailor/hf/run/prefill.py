@@ -18,12 +18,14 @@ from kvtailor.engine.phase import Compressing, Deferred
 from kvtailor.engine.reading.reconstruct import ReconstructionPass
 from kvtailor.errors import ArgumentError, CacheMisuse
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.handed import check_seen
 from kvtailor.hf.images.placeholders import check_inputs, check_text
 from kvtailor.hf.layers.of_cache import states_kept
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.mask import lazy_mask
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.hidden_lengths import hidden_lengths
+from kvtailor.hf.model.rope_border import check_border
 from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.feeding import fed, placed
 from kvtailor.hf.run.gradients import check_gradients, log_gradients
@@ -142,7 +144,7 @@ def read(
     with what passes that repeat the context have found for another plan.
     """
     before, device = cache.seen, input_device(model)
-    _check(model, cache, input_ids, attention_mask, chunk)
+    _check(model, cache, input_ids, attention_mask, chunk, instruction)
     inputs = {name: value for name, value in (inputs or {}).items() if value is not None}
     _check_images(model, cache, input_ids, chunk, inputs)
     # The conversation takes note of them here anyway, and a device is waited for once.
@@ -198,7 +200,8 @@ def read(
             else:
                 cache.reset()
         raise
-    cache.conversation.append(here, attention_mask, at=before)
+    check_seen(cache.seen, before + ids.shape[1], model)
+    cache.take_ids(here, attention_mask, at=before)
     return torch.cat(logits, 1)
 
 
@@ -271,7 +274,9 @@ def _weights(
             yield lengths
 
 
-def _check(model: Any, cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None) -> None:
+def _check(
+    model: Any, cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None, instruction: Tensor | None
+) -> None:
     if ids.ndim != 2 or not ids.shape[1]:
         raise CacheMisuse(f"prefill takes token ids (b, n), n at least 1, and got {tuple(ids.shape)}")
     if chunk is not None and chunk < 1:
@@ -289,7 +294,14 @@ def _check(model: Any, cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: 
             f"{asked}: transformers' {cache.geometry.model_type} begins its recurrent state anew with each piece of a "
             "text, so its context must be read at once, and once"
         )
-    how = cache.engine.needs.reconstruction
+    border, how, tokens = cache.guard.border, cache.engine.needs.reconstruction, cache.seen + ids.shape[1]
+    if border is not None:
+        first = cache.seen or min(chunk or tokens, tokens)
+        check_border(border, seen=first, after=tokens, what="this context, fed so many tokens at a time,")
+        if how is not None:
+            words = 0 if instruction is None else int(instruction.numel())
+            again = min(tokens, how.lead + how.chunk) + words
+            check_border(border, seen=tokens, after=tokens + again, what="this context, repeated after itself,")
     if how is not None and how.weighted and cache.geometry.readers:
         raise CacheMisuse(
             f"{cache.plan} weighs what a repetition attends to by the layer's output projection, and in this "

@@ -36,6 +36,8 @@ class CacheReader:
         self.model, self.plan, self.mask, self.chunk = model, plan, mask, chunk
         self.cache = cache_for(model, plan)
         self._speculation = ExitStack()
+        # All ids so far, where the model may want them read anew; see `hf.model.rope_border`.
+        self._text: Tensor | None = None
 
     @property
     def seen(self) -> int:
@@ -46,6 +48,8 @@ class CacheReader:
 
         `others`, of the same model, read it in the same forward; see `hf.run.sharing.can_follow`.
         """
+        border = self.cache.guard.border
+        self._text = ids if border is not None and border.turns else None
         with sharing_prefill(self.cache, [each.cache for each in others]):
             logits = read(self.model, self.cache, ids, self._mask(ids.shape[1]), chunk=self.chunk)
         for each in (self, *others):
@@ -58,6 +62,15 @@ class CacheReader:
         self._speculation.enter_context(rollback.speculating(self.cache.engine))
 
     def read(self, tokens: Tensor, keep: int) -> Tensor:
+        border = self.cache.guard.border
+        if self._text is not None and border is not None:
+            self._text = torch.cat([self._text, tokens], 1)
+            if keep == 1 and self.seen <= border.tokens < self.seen + tokens.shape[1]:
+                # At once, whatever `chunk` is: a piece within the border would be turned by the first factors.
+                self.cache = cache_for(self.model, self.plan)
+                logits = read(self.model, self.cache, self._text, self._mask(self._text.shape[1]))
+                self._open()
+                return logits
         return fed(self.model, self.cache, tokens, self._mask(self.seen + tokens.shape[1]), keep=keep)
 
     def retract(self, length: int) -> None:

@@ -13,7 +13,9 @@ from torch import Tensor
 from kvtailor.errors import ArgumentError, CacheMisuse
 from kvtailor.hf.attention import NAME, counting_plain_forwards
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.handed import check_seen
 from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.model.rope_border import check_border
 from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.prefill import begin, instruction_of, prefill, read
 from kvtailor.hf.run.words import words_of
@@ -113,6 +115,9 @@ class Session:
             if cache.seen and rows > 1:
                 cache.batch_repeat_interleave(rows)
         output = self.model.generate(*args, **kwargs)
+        # The last token is never fed.
+        fed_to_model = (before if alone else 0) + getattr(output, "sequences", output).shape[1] - 1
+        check_seen(cache.seen, fed_to_model, self.model)
         # Beams end in another order than the sequences, but each began with its own prompt.
         certain = ids if self._asked("num_beams", kwargs) > 1 else getattr(output, "sequences", output)
         _take_note(cache, certain, mask, first=before if alone else 0)
@@ -141,11 +146,18 @@ class Session:
                 f"{tuple(context.shape)} and {tuple(continuation.shape)}"
             )
         cache = self.cache()
+        check_border(
+            cache.guard.border,
+            seen=context.shape[1],
+            after=context.shape[1] + continuation.shape[1] - 1,
+            what="context and continuation together",
+        )
         logits = [read(self.model, cache, context, instruction=instruction_of(self.tokenizer))]
         fed = continuation[:, :-1]
         for piece in fed.split(chunk or max(fed.shape[1], 1), 1):
             if piece.shape[1]:
                 logits.append(self.model(piece, **hand_cache(cache), use_cache=True).logits)
+        check_seen(cache.seen, context.shape[1] + fed.shape[1], self.model)
         log_probabilities = torch.cat(logits, 1).float().log_softmax(-1)
         return log_probabilities.gather(-1, continuation[..., None])[..., 0]
 
