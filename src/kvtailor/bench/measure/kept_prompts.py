@@ -19,6 +19,7 @@ from kvtailor.bench.measure.machine import free_bytes
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs.replayed_cache import ReplayedCache
+from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.processes import started
 from kvtailor.hf.model.vocabulary import token_rows
 from kvtailor.hf.run.kept_prompt import CannotKeep, KeptPrompt, difference, fill, keep, why_own
@@ -40,7 +41,6 @@ _MOST = 2 << 30
 class _Note:
     """What became of one plan's prompts since the last record."""
 
-    shared: int = 0
     why: str | None = None
     compared: bool | None = None
 
@@ -156,6 +156,7 @@ class KeptPrompts:
             logits = self._fill(model, ids, cache, kept, last_only, instruction)
             if len(kept.repeated) > before:
                 self._weigh(entry)
+            note.compared = self._compared_once(model, ids, cache.plan, kept, last_only, instruction) or note.compared
         except torch.OutOfMemoryError:
             # Nothing more is tried: what is kept in the midst of a measurement would be taken for the cache's.
             self.off = "the device's memory did not hold a kept prompt beside the cache"
@@ -163,16 +164,11 @@ class KeptPrompts:
             cache.reset()
             note.why = note.why or self.off
             return None
-        kind = self._kind(cache.plan)
-        # A record says that it was compared, so it is the turn of a plan that gets one.
-        if kind not in self._compared and cache.plan != Plan() and cache.plan in self._expected:
-            self._compared.add(kind)
-            note.compared = self._compare(model, ids, cache.plan, kept, last_only, instruction)
-            if not note.compared:
-                cache.reset()
-                note.why = note.why or self.off
-                return None
-        note.shared += 1
+        if self.off is not None:
+            # Found by the comparison.
+            cache.reset()
+            note.why, note.compared = note.why or self.off, False
+            return None
         return logits
 
     def _ready(self, model: Any, ids: Tensor, cache: KvCache, last_only: bool) -> tuple[_Entry | None, str | None]:
@@ -230,15 +226,21 @@ class KeptPrompts:
         fill(cache, kept)
         return kept.logits.clone()
 
-    def _compare(
+    def _compared_once(
         self, model: Any, ids: Tensor, plan: Plan, kept: KeptPrompt, last_only: bool, instruction: Tensor | None
-    ) -> bool:
-        """Read the prompt both ways once more; False where the model itself does not give the same twice.
+    ) -> bool | None:
+        """Read the prompt both ways once more; None where it is not this plan's turn.
+
+        Once for each kind of pass, for a plan that gets a record, which says so. Nothing is kept any more where the
+        model itself does not give the same twice.
 
         Raises:
             Fraud: it does, and the filled cache is another one.
         """
-        from kvtailor.hf.make_cache import cache_for
+        kind = self._kind(plan)
+        if kind in self._compared or plan == Plan() or plan not in self._expected:
+            return None
+        self._compared.add(kind)
 
         def plainly() -> tuple[Tensor, KvCache]:
             cache = cache_for(model, plan)
