@@ -243,3 +243,17 @@ def decoded(model: Any, ids: Tensor, mask: Tensor, plan: str) -> tuple[Tensor, A
             token = prompts((1,) * len(mask), state=step)[0]
             logits.append(model(token, attention_mask=mask, **hand_cache(cache)).logits)
     return torch.cat(logits, 1), cache
+
+
+def test_the_caches_of_a_model_share_its_constants_until_the_bias_changes() -> None:
+    """The bench found a copy in each cache, which no ledger had."""
+    model = biased(build("qwen2"), 1.0)
+
+    def offsets() -> list[Any]:
+        return [state.model.offset for state in kvtailor.cache_for(model, CODEC).engine.states]
+
+    first, second = offsets(), offsets()
+    assert all(one is two for one, two in zip(first, second, strict=True))
+    assert all(each.vectors.untyped_storage().nbytes() == each.vectors.numel() * 4 for each in first)
+    next(iter(modules_by_layer(model).values())).k_proj.bias.data.mul_(2)
+    torch.testing.assert_close(offsets()[0].vectors, 2 * first[0].vectors)

@@ -47,6 +47,8 @@ _MUCH = 2.0
 _PAIRS = 4
 # Bits of an attention module, found once for the biases that it had then.
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[object, float]] = weakref.WeakKeyDictionary()
+# The constants of an attention module's keys, likewise: all caches of a model share them, and none holds one.
+_offsets: weakref.WeakKeyDictionary[nn.Module, tuple[list[Tensor], KeyOffset | None]] = weakref.WeakKeyDictionary()
 _warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -201,10 +203,26 @@ def key_offset_of(
         size: d, of a key.
         known: see `modules.rotation_of`.
     """
+    now = _biases(module)
+    before, found = _offsets.get(module, ([], None))
+    # By their values: what was stored with a constant must be read with the same one, in another process too.
+    if len(before) != len(now) or not all(map(_are_same, before, now)):
+        found = _asked_offset(model, module, kind, size, known)
+        _offsets[module] = [each.detach().clone() for each in now], found
+    return found
+
+
+def _are_same(one: Tensor, two: Tensor) -> bool:
+    return one.device == two.device and one.dtype == two.dtype and torch.equal(one, two)
+
+
+def _asked_offset(
+    model: Any, module: nn.Module, kind: str | None, size: int, known: dict[object, Rotation]
+) -> KeyOffset | None:
     found = _constant_and_spread(model, module, kind) if has_key_bias(module) else None
     if found is None or not found[0].any():
         return None
-    constant, positions = found[0], torch.tensor([0, 1, 7])
+    constant, positions = found[0].clone(), torch.tensor([0, 1, 7])
     there = _keys_of(model, module, kind, torch.zeros(3, _width(module) or 0), positions, normed=False)
     if there is None:
         return None
