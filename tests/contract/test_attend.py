@@ -15,7 +15,8 @@ from tests.support.discover import methods_of, sample_of
 import kvtailor.attend
 import kvtailor.ops.attention.prompt
 from kvtailor.attend.contract import Attention
-from kvtailor.types import PlainSegment, Segment
+from kvtailor.attend.segments import Segments
+from kvtailor.types import PlainSegment, Rotation, Segment
 
 METHODS = methods_of(kvtailor.attend, Attention)
 every_method = pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.__name__)
@@ -72,6 +73,29 @@ def test_a_window_hides_what_is_older(kind: type[Attention], mix: str, new: int)
     made, out, *_ = defined(SIZES[0], mix, new, window=30, seed=8)
     got = sample_of(kind).attend(request_of(made.query, made.parts, made.visible, 0.04, context=STILL))
     assert close(got.output, out)
+
+
+@every_method
+@pytest.mark.parametrize("new", [2, 17, 65, 130])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_a_declared_pass_over_a_first_prompt_is_that_of_all_who_declare_it(
+    kind: type[Attention], new: int, padded: bool
+) -> None:
+    """Bit for bit, and nothing is left behind but output and mass; a cache is filled by another's forward."""
+    method = sample_of(kind)
+    if method.shared_pass() is None:
+        return
+    made = case(SIZES[0], "prompt", new, padded=padded, seed=11)
+    for mass in (False, True) if kind.gives_mass else (False,):
+        asked = request_of(
+            made.query, made.parts, made.visible, 0.04, want_mass=mass, real_queries=made.real_queries,
+            context=dataclasses.replace(STILL, rotation=Rotation(frequencies=torch.rand(6))),
+        )  # fmt: skip
+        got, expected = method.attend(asked), Segments().attend(asked)
+        assert torch.equal(got.output, expected.output)
+        assert (got.mass is None) == (expected.mass is None)
+        assert got.mass is None or all(map(torch.equal, got.mass, expected.mass or []))
+        assert got.tokens_read is None and not got.carry
 
 
 @with_mass
