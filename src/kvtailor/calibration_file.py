@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.errors import CalibrationError, FileError
+from kvtailor.errors import ArgumentError, CalibrationError, FileError
 from kvtailor.method import Method
 from kvtailor.ops.files import read_file
 from kvtailor.ops.tensor_file import Format, tensors_of, write_tensor_file
@@ -204,17 +204,18 @@ def read(path: str, kind: str, asked: str) -> Calibration:
         asked: which argument of which method names it, such as "qfilters: file".
 
     Raises:
-        ValueError: it is not there, is damaged, is none of ours, or of another kind; the sentence begins with `asked`.
+        ArgumentError: it is not there, is damaged, is none of ours, or of another kind; the sentence begins with
+            `asked`.
     """
     content = read_file(path, asked)
     found = f"{asked} is {path!r}"
     try:
         file = tensors_of(content.data, content.name, _FORMAT)
     except FileError as error:
-        raise ValueError(f"{found}, which cannot be used: {error}: {how_to(kind)}") from error
+        raise ArgumentError(f"{found}, which cannot be used: {error}: {how_to(kind)}") from error
     metadata = file.about
     if lacking := [name for name in _ENTRIES if name not in metadata]:
-        raise ValueError(f"{found}, which lacks {', '.join(lacking)} in its head: {how_to(kind)}")
+        raise ArgumentError(f"{found}, which lacks {', '.join(lacking)} in its head: {how_to(kind)}")
     if not file.checked:
         warnings.warn(
             f"{found}, which was written without checksums, so damage to its tensors would not be noticed: make it "
@@ -222,7 +223,7 @@ def read(path: str, kind: str, asked: str) -> Calibration:
             stacklevel=2,
         )
     if metadata["kind"] != kind:
-        raise ValueError(f"{found}, which holds a calibration of kind {metadata['kind']!r}: {how_to(kind)}")
+        raise ArgumentError(f"{found}, which holds a calibration of kind {metadata['kind']!r}: {how_to(kind)}")
     made = Calibration(name=content.name, hash=content.hash, kind=kind, tensors=file.tensors, metadata=metadata)
     _check(made, found)
     return made
@@ -241,7 +242,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata:
     """
     lacking = [name for name in _ENTRIES if name not in metadata]
     if lacking:
-        raise ValueError(f"a calibration file needs {', '.join(lacking)} in its head")
+        raise ArgumentError(f"a calibration file needs {', '.join(lacking)} in its head")
     try:
         write_tensor_file(Path(path).expanduser(), tensors, metadata, _FORMAT)
     except FileError as error:
@@ -261,10 +262,10 @@ def _check(made: Calibration, found: str) -> None:
         for name in ("fingerprints", "made", "facts", "texts"):
             getattr(made, name)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{found}, whose head cannot be read ({error}): {how_to(made.kind)}") from error
+        raise ArgumentError(f"{found}, whose head cannot be read ({error}): {how_to(made.kind)}") from error
     wrong = sorted(name for name, tensor in made.tensors.items() if tensor.shape[:1] != (shapes.layers,))
     if wrong or not made.tensors:
-        raise ValueError(
+        raise ArgumentError(
             f"{found}, which is damaged: its head has {shapes.layers} layers, and {', '.join(wrong) or 'the file'} has "
             f"other ones: {how_to(made.kind)}"
         )

@@ -94,17 +94,20 @@ class TierError(KvtailorError, RuntimeError):
     """A tier that cannot hold what it was given, or cannot give back what it holds; names the file."""
 
 
-def shown(text: str) -> str:
+def shown(text: object) -> str:
     """A text that a user gave, in quotes; of a long one the beginning, the end, and how long it is."""
+    if not isinstance(text, str):
+        return shown(repr(text))[1:-1]
     if len(text) <= _MOST_SHOWN:
         return repr(text)
     return f"{text[:200]!r} ... {text[-40:]!r} ({len(text)} characters)"
 
 
-def suggest(name: str, known: Iterable[str], limit: int = 3) -> str:
+def suggest(name: object, known: Iterable[str], limit: int = 3) -> str:
     """The tail of a message about an unknown name: near names if any, else all of them."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=limit, cutoff=0.5) if len(name) <= _MOST_SHOWN else []
+    whole = isinstance(name, str) and len(name) <= _MOST_SHOWN
+    near = difflib.get_close_matches(str(name), names, n=limit, cutoff=0.5) if whole else []
     if near:
         return "; did you mean " + " or ".join(repr(n) for n in near) + "?"
     return "; known: " + ", ".join(names) if names else ""

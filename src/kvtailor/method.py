@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
+from kvtailor.errors import ArgumentError, MethodError
+
 __all__ = ["Method", "renamed"]
 
 _Kind = TypeVar("_Kind", bound=type)
@@ -54,18 +56,18 @@ class Method:
         """Refuse a class that goes on with a name of before: what it means by that would be passed over in silence.
 
         Raises:
-            TypeError: the class declares an argument by its old name; or it, or one that it derives from, has a member
-                or a field of a name that its contract has changed.
+            MethodError: the class declares an argument by its old name; or it, or one that it derives from, has a
+                member or a field of a name that its contract has changed.
         """
         super().__init_subclass__(**options)
         if old := [name for name in cls.old_names if name in vars(cls).get("__annotations__", {})]:
-            raise TypeError(
+            raise MethodError(
                 f"{cls.__qualname__} declares {', '.join(old)}, which is now called "
                 f"{', '.join(cls.old_names[name] for name in old)} (CHANGELOG.md): rename it"
             )
         for name, now in cls.old_members.items():
             if any(name in vars(each) or name in vars(each).get("__annotations__", {}) for each in cls.__mro__[:-1]):
-                raise TypeError(f"{cls.__qualname__} has {name}, which is now called {now} (CHANGELOG.md): rename it")
+                raise MethodError(f"{cls.__qualname__} has {name}, which is now called {now} (CHANGELOG.md): rename it")
 
     @property
     def content_hash(self) -> str | None:
@@ -113,7 +115,7 @@ def renamed(**now: str) -> Callable[[_Kind], _Kind]:
                 # `dataclasses.replace` gives every field, and beside them what is to change.
                 replaced = sys._getframe(1).f_globals.get("__name__") == "dataclasses"
                 if now[old] in given and not replaced:
-                    raise TypeError(f"{old} is the old name of {now[old]}, and both were given: leave {old} out")
+                    raise ArgumentError(f"{old} is the old name of {now[old]}, and both were given: leave {old} out")
                 given[now[old]] = given.pop(old)
             made(self, *args, **given)
 

@@ -16,6 +16,7 @@ from kvtailor.demo.architecture import ARCHITECTURES
 from kvtailor.demo.corpus import as_wikitext
 from kvtailor.demo.export import export
 from kvtailor.demo.mixture import ANSWER_WEIGHT, Mixture
+from kvtailor.errors import FileError
 from kvtailor.hf.model.loading import load, new_model
 
 TINY = "32:64:3:0.5,64:128:2:0.5"
@@ -147,7 +148,7 @@ def test_export_writes_shards_that_load_as_the_same_model(work, monkeypatch, tmp
         assert torch.equal(value, saved[f"model.{key}"].to(torch.bfloat16))
     assert made("a")["input_ids"][0] == made.bos_token_id == model.config.bos_token_id
     assert max(file.stat().st_size for file in (tmp_path / name).glob("*.safetensors")) <= 8_100_000
-    with pytest.raises(FileNotFoundError, match="does not exist: run the recipe's earlier steps"):
+    with pytest.raises(FileError, match="does not exist: run the recipe's earlier steps"):
         export(name, work / "absent", work / "tokenizer.json", tmp_path / "absent")
 
 

@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import kvtailor
-from kvtailor.errors import ArgumentError, CacheMisuse, PlanError, UnsupportedModel
+from kvtailor.errors import ArgumentError, CacheMisuse, PlanError
 from kvtailor.hf.attention import HANDLE, NAME
 from kvtailor.hf.versions import CACHE_ARGUMENTS, hand_cache
 from tests.support.seam.zoo import ROUNDING, VOCABULARY, build, error, prompts
@@ -20,7 +20,7 @@ _TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 
 
 def test_something_that_is_no_model_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="Linear"):
+    with pytest.raises(ArgumentError, match="model must be a model of transformers, and is a Linear"):
         kvtailor.cache_for(torch.nn.Linear(2, 2), SNAP)
 
 

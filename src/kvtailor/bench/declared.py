@@ -20,7 +20,7 @@ from kvtailor.bench import tasks
 from kvtailor.bench.tasks import settings as declaring
 from kvtailor.bench.tasks.contract import AllAtOnce, Task
 from kvtailor.bench.tasks.settings import Metric, Option, Setting, setting_of
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import ArgumentError, KvtailorError
 
 __all__ = ["Declared", "Kind", "found_kinds", "read_kind"]
 
@@ -241,10 +241,10 @@ def _class_variables(body: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
         if of_class and value is not None and name in Task.__annotations__:
             yield name, value
         elif name in Task.__annotations__ and not of_class:
-            raise ValueError(f"{name} is a field, and must be a ClassVar")
+            raise ArgumentError(f"{name} is a field, and must be a ClassVar")
         elif of_class and name not in _KNOWN and (near := get_close_matches(name, _KNOWN, 1, 0.85)):
             # A class variable of its own is free, but not one that is taken for another.
-            raise ValueError(f"no task declares {name}; did you mean {near[0]!r}?")
+            raise ArgumentError(f"no task declares {name}; did you mean {near[0]!r}?")
 
 
 def _annotated(body: ast.ClassDef) -> Iterator[tuple[str, str, ast.expr | None]]:

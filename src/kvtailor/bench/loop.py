@@ -16,7 +16,7 @@ from kvtailor.bench.measure.kept_prompts import KeptPrompts
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import AllAtOnce, PlanByPlan, Sample, Scored, Task
-from kvtailor.errors import KvtailorError, suggest
+from kvtailor.errors import ArgumentError, KvtailorError, suggest
 
 __all__ = ["Calibrations", "Given", "blank_of", "known_together", "records_of", "records_of_sample", "sides_of"]
 
@@ -106,7 +106,7 @@ def _of_cells(
         for cell in cells:
             yield _of_one(task, sample, given, cell, failed)
     else:
-        raise TypeError(f"the task {task.name!r} is neither PlanByPlan nor AllAtOnce: derive it from one of them")
+        raise ArgumentError(f"the task {task.name!r} is neither PlanByPlan nor AllAtOnce: derive it from one of them")
 
 
 def blank_of(sample: Sample, blank: Record) -> Record:

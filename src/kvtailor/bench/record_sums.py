@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from kvtailor.bench.kinds import KINDS
+from kvtailor.errors import ArgumentError
 
 __all__ = ["check_sums"]
 
@@ -26,18 +27,18 @@ def check_sums(
         samples, metrics, values: of its record.
 
     Raises:
-        ValueError: one that does not agree, by its field.
+        ArgumentError: one that does not agree, by its field.
     """
     if task not in KINDS or not KINDS[task].by_sample:
         return
     first = next(iter(values), None)
     for name, found in values.items():
         if samples is not None and len(found) != samples:
-            raise ValueError(
+            raise ArgumentError(
                 f"values.{name} has {len(found)} numbers, but samples is {samples}: the record was edited or damaged"
             )
         if first is not None and len(found) != len(values[first]):
-            raise ValueError(
+            raise ArgumentError(
                 f"values.{name} has {len(found)} numbers, but values.{first} has {len(values[first])}: the record was "
                 "edited or damaged"
             )
@@ -45,7 +46,7 @@ def check_sums(
         said, listed = metrics.get(metric), values.get(name)
         # Predictions were averaged over tokens in float32.
         if said is not None and listed and not math.isclose(said, fmean(listed), rel_tol=1e-5, abs_tol=1e-6):
-            raise ValueError(
+            raise ArgumentError(
                 f"metrics.{metric} is {said}, but the mean of the {len(listed)} numbers in values.{name} is "
                 f"{fmean(listed)}: the record was edited or damaged"
             )
@@ -53,7 +54,7 @@ def check_sums(
     if nll is None or perplexity is None or task != "perplexity":
         return
     if perplexity <= 0 or not math.isclose(math.log(perplexity), nll, rel_tol=1e-6, abs_tol=1e-6):
-        raise ValueError(
+        raise ArgumentError(
             f"metrics.perplexity is {perplexity}, but metrics.nll is {nll} and a perplexity is its exponential: the "
             "record was edited or damaged"
         )

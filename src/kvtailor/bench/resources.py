@@ -21,7 +21,7 @@ from typing import Any
 
 from kvtailor.bench.kinds import KINDS
 from kvtailor.cluster.contract import Resources
-from kvtailor.errors import KvtailorError, shown, suggest
+from kvtailor.errors import ArgumentError, KvtailorError, shown, suggest
 from kvtailor.ops.sizes import bytes_of
 
 __all__ = ["DEFAULT", "CellResources", "ResourcesError", "read_resources", "resources_of_line"]
@@ -151,7 +151,7 @@ def _add(
 
 def _count(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError("give a number, such as 2")
+        raise ArgumentError("give a number, such as 2")
     return float(value)
 
 
@@ -159,26 +159,26 @@ def _cpus(value: object) -> float:
     count = _count(value)
     # A cell without a processor would run beside one that times.
     if count <= 0 or (count > 1 and count != int(count)):
-        raise ValueError("give a whole number of processors, or a part of one, such as 2 or 0.5")
+        raise ArgumentError("give a whole number of processors, or a part of one, such as 2 or 0.5")
     return count
 
 
 def _gpus(value: object) -> float:
     count = _count(value)
     if count < 0 or (count > 1 and count != int(count)):
-        raise ValueError("give a whole number of accelerators, or a part of one, such as 1 or 0.5; 0 for none")
+        raise ArgumentError("give a whole number of accelerators, or a part of one, such as 1 or 0.5; 0 for none")
     return count
 
 
 def _memory(value: object) -> int:
     size = bytes_of(value) if isinstance(value, str) else value
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError("give bytes, such as '8GiB'")
+        raise ArgumentError("give bytes, such as '8GiB'")
     return size
 
 
 def _no_table(value: object) -> None:
-    raise ValueError("write a table with cpus, gpus or memory")
+    raise ArgumentError("write a table with cpus, gpus or memory")
 
 
 _READ: Mapping[str, Callable[[object], Any]] = {"cpus": _cpus, "gpus": _gpus, "memory": _memory}

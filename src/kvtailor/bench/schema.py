@@ -18,7 +18,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from kvtailor.bench.record_sums import check_sums
-from kvtailor.errors import KvtailorError, UnknownName
+from kvtailor.errors import ArgumentError, KvtailorError, UnknownName
 from kvtailor.ops.files import read_bytes, read_text, seal_json, unseal_json
 from kvtailor.presets import FULL
 
@@ -379,14 +379,14 @@ def _hints() -> Mapping[str, Any]:
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number that a record may hold")
+    raise ArgumentError(f"{name} is no number that a record may hold")
 
 
 def _fitted(value: Any, hint: Any, where: str) -> Any:
     """A JSON value as a field's annotation says, lists as tuples.
 
     Raises:
-        ValueError: it is of another kind.
+        ArgumentError: it is of another kind.
     """
     origin, inner = get_origin(hint), get_args(hint)
     if origin is UnionType:
@@ -407,4 +407,4 @@ def _fitted(value: Any, hint: Any, where: str) -> Any:
     if hint in (str, bool) and type(value) is hint:
         return value
     wanted = "a list" if origin is tuple else "an object" if origin is Mapping else f"a {hint.__name__}"
-    raise ValueError(f"{where} is {str(value)[:60]!r}, but it must be {wanted}")
+    raise ArgumentError(f"{where} is {str(value)[:60]!r}, but it must be {wanted}")

@@ -39,7 +39,7 @@ _SKETCH = 4096
 
 @check_call
 def calibrate(
-    model: Any,
+    model: str | Path | Subject | Any,
     kind: str,
     texts: Mapping[str, str] | None = None,
     *,
@@ -88,6 +88,8 @@ def calibrate(
     if maker.reads_text and not texts:
         raise CalibrationError(f"a calibration of kind {kind} is measured on text, and none was given: give some")
     subject = subject_of(model, tokenizer, name)
+    if subject.tokenizer is None:
+        raise CalibrationError("asked for a calibration of a model object without its tokenizer: give tokenizer=")
     check(subject.model, NAME)
     geometry = Geometry.of(subject.model.config)
     if geometry.has_latents:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtailor.cluster.contract import ATTEMPTS, Call, Executor, Outcome, Resources, Shared, failed_often
+from kvtailor.errors import ArgumentError
 
 __all__ = ["InProcess"]
 
@@ -49,7 +50,7 @@ class InProcess(Executor):
 
     def take(self) -> Outcome:
         if not self._waiting:
-            raise LookupError("asked for an outcome, but no call is pending: submit one first")
+            raise ArgumentError("asked for an outcome, but no call is pending: submit one first")
         call = self._waiting.popleft()
         reasons: list[str] = []
         while len(reasons) < ATTEMPTS:

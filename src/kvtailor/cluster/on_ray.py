@@ -31,6 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvtailor.cluster.contract import ATTEMPTS, Call, Executor, Outcome, Resources, Shared, failed_often
 from kvtailor.cluster.ray_worker import Answer, InObjectStore, answer
+from kvtailor.errors import ArgumentError
 
 __all__ = ["EXCLUSIVE", "OnRay"]
 
@@ -108,7 +109,7 @@ class OnRay(Executor):
 
     def take(self) -> Outcome:
         if not self._begun:
-            raise LookupError("asked for an outcome, but no call is pending: submit one first")
+            raise ArgumentError("asked for an outcome, but no call is pending: submit one first")
         while True:
             try:
                 number, future = self._ended.get(timeout=_POLL)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvtailor.errors import ArgumentError
+
 __all__ = ["SHARD_BYTES", "load_checkpoint", "save_checkpoint"]
 
 SHARD_BYTES = 15 * 2**20
@@ -23,7 +25,7 @@ def save_checkpoint(folder: Path, tensors: Mapping[str, torch.Tensor], facts: Ma
     """Write ``tensors`` in shards of at most `SHARD_BYTES` bytes, and ``facts`` as JSON, in place of ``folder``.
 
     Raises:
-        ValueError: one tensor alone is larger than a shard.
+        ArgumentError: one tensor alone is larger than a shard.
     """
     fresh, old = folder.with_name(f"{folder.name}.part"), folder.with_name(f"{folder.name}.old")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -32,7 +34,7 @@ def save_checkpoint(folder: Path, tensors: Mapping[str, torch.Tensor], facts: Ma
     held = count = 0
     for name, tensor in tensors.items():
         if tensor.nbytes > SHARD_BYTES:
-            raise ValueError(f"asked to save {name} of {tensor.nbytes:,} bytes, but a shard holds {SHARD_BYTES:,}")
+            raise ArgumentError(f"asked to save {name} of {tensor.nbytes:,} bytes, but a shard holds {SHARD_BYTES:,}")
         if held + tensor.nbytes > SHARD_BYTES:
             save_file(shard, fresh / f"{count:05}.safetensors")
             shard, held, count = {}, 0, count + 1

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvtailor.errors import FileError
+
 __all__ = ["as_wikitext", "read_corpus"]
 
 PIECE = 60_000  # characters of a book in a row, so that a few long books do not crowd out the rest
@@ -37,11 +39,11 @@ def read_corpus(data: Path, characters: int) -> Iterator[tuple[str, str]]:
     Books are cut into pieces of `PIECE` characters; every eighth Wikipedia article is spelled `as_wikitext`.
 
     Raises:
-        FileNotFoundError: ``data`` has no ``train_corpus/*.jsonl``.
+        FileError: ``data`` has no ``train_corpus/*.jsonl``.
     """
     files = sorted((data / "train_corpus").glob("*.jsonl"))
     if not files:
-        raise FileNotFoundError(
+        raise FileError(
             f"asked for the training corpus, but {data} has no train_corpus/*.jsonl: give --data or set KVTAILOR_DATA"
         )
     for file in files:

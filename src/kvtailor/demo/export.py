@@ -16,6 +16,7 @@ from kvtailor import demo
 from kvtailor.demo.architecture import ARCHITECTURES
 from kvtailor.demo.checkpoint import load_checkpoint
 from kvtailor.demo.tokenizer import BOS, EOS, PAD
+from kvtailor.errors import FileError
 from kvtailor.hf.model.loading import new_model, save, wrap_tokenizer
 
 __all__ = ["export", "main"]
@@ -31,12 +32,12 @@ def export(name: str, checkpoint: Path, tokenizer_file: Path, folder: Path) -> i
         Bytes of all files in ``folder``.
 
     Raises:
-        FileNotFoundError: no such checkpoint or tokenizer.
+        FileError: no such checkpoint or tokenizer.
     """
     saved = load_checkpoint(checkpoint)
     for needed, there in ((checkpoint, saved is not None), (tokenizer_file, tokenizer_file.is_file())):
         if not there:
-            raise FileNotFoundError(
+            raise FileError(
                 f"asked to export {needed}, which does not exist: run the recipe's earlier steps, "
                 "or give --work and --run"
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvtailor.errors import ArgumentError
+
 __all__ = ["PHASES", "Phase", "parse_phases", "phase_at", "rate_at"]
 
 PHASES = {
@@ -35,13 +37,15 @@ def parse_phases(text: str) -> list[Phase]:
     """Phases from ``length:tokens:steps:natural`` joined by commas.
 
     Raises:
-        ValueError: a part is not of that form, or its tokens are no multiple of its length.
+        ArgumentError: a part is not of that form, or its tokens are no multiple of its length.
     """
     phases = []
     for part in text.split(","):
         numbers = part.split(":")
         if len(numbers) != 4 or int(numbers[1]) % int(numbers[0]):
-            raise ValueError(f"asked for phase {part!r}: give length:tokens:steps:natural, tokens a multiple of length")
+            raise ArgumentError(
+                f"asked for phase {part!r}: give length:tokens:steps:natural, tokens a multiple of length"
+            )
         phases.append(Phase(int(numbers[0]), int(numbers[1]), int(numbers[2]), float(numbers[3])))
     return phases
 

@@ -27,6 +27,7 @@ from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import Task
 from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
+from kvtailor.errors import ArgumentError
 from kvtailor.presets import FULL
 
 __all__ = ["EXPECTED", "EVICTING", "KEEPS", "Order", "QUANTISED", "compare", "main", "samples", "tables"]
@@ -85,12 +86,14 @@ def samples(records: Sequence[Record], label: str, task: str, name: str) -> list
     """The values ``name`` of one plan on one task, over all points in their order.
 
     Raises:
-        ValueError: the plan failed, or was not measured.
+        ArgumentError: the plan failed, or was not measured.
     """
     chosen = [record for record in records if record.task == task and record.label == label]
     errors = [record.error for record in chosen if record.error]
     if errors or not chosen:
-        raise ValueError(f"asked for {name} of {label!r} on {task}: {errors[0] if errors else 'it was not measured'}")
+        raise ArgumentError(
+            f"asked for {name} of {label!r} on {task}: {errors[0] if errors else 'it was not measured'}"
+        )
     return [value for record in chosen for value in (record.values or {})[name]]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import ArgumentError, KvtailorError
 from kvtailor.ops.sizes import bytes_of
 
 __all__ = ["Aim", "Question", "QuestionError", "load_faults", "memory_of", "seconds_of"]
@@ -156,7 +156,7 @@ def memory_of(unit: str, asked: Any, *, full: int, tokens: int) -> int:
         tokens: of all rows.
 
     Raises:
-        ValueError: no such value.
+        ArgumentError: no such value.
     """
     if isinstance(asked, str) and (share := _SHARE.fullmatch(asked.strip())) and unit != "bytes_per_token":
         return memory_of("keep_bytes", float(share[1]) / 100, full=full, tokens=tokens)
@@ -164,19 +164,19 @@ def memory_of(unit: str, asked: Any, *, full: int, tokens: int) -> int:
         try:
             asked = bytes_of(asked)
         except ValueError as error:
-            raise ValueError(f"memory is not a size: {error}; a share such as 25% is one too") from error
+            raise ArgumentError(f"memory is not a size: {error}; a share such as 25% is one too") from error
     if isinstance(asked, str):
         try:
             asked = float(asked)
         except ValueError as error:
-            raise ValueError(f"{unit} is {asked!r}: give a number") from error
+            raise ArgumentError(f"{unit} is {asked!r}: give a number") from error
     if isinstance(asked, bool) or not isinstance(asked, int | float) or not math.isfinite(asked) or asked <= 0:
-        raise ValueError(f"{unit} is {asked!r}: give a number above 0")
+        raise ArgumentError(f"{unit} is {asked!r}: give a number above 0")
     if unit == "memory" and asked < 1:
-        raise ValueError(f"memory is {asked!r}, less than one byte: give bytes, or a share such as {100 * asked:g}%")
+        raise ArgumentError(f"memory is {asked!r}, less than one byte: give bytes, or a share such as {100 * asked:g}%")
     if unit == "keep_bytes":
         if asked > 1:
-            raise ValueError(f"keep_bytes is {asked}: give a share of the uncompressed bytes, above 0 and at most 1")
+            raise ArgumentError(f"keep_bytes is {asked}: give a share of the uncompressed bytes, above 0 and at most 1")
         return max(1, math.floor(asked * full))
     return max(1, math.floor(asked * tokens)) if unit == "bytes_per_token" else math.floor(asked)
 
@@ -185,14 +185,14 @@ def seconds_of(asked: float | str) -> float:
     """Return the seconds that "12ms", "0.5s" or a plain number of seconds stands for.
 
     Raises:
-        ValueError: none of these, or not above 0.
+        ArgumentError: none of these, or not above 0.
     """
     value: Any = asked
     if isinstance(asked, str):
         hit = _SECONDS.fullmatch(asked.strip())
         value = float(hit[1]) * _IN_SECONDS[hit[2]] if hit else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"tpot is {asked!r}: give a time above 0 with its unit, such as 12ms")
+        raise ArgumentError(f"tpot is {asked!r}: give a time above 0 with its unit, such as 12ms")
     return float(value)
 
 

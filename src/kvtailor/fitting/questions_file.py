@@ -15,7 +15,7 @@ import torch
 from kvtailor.bench.data.overlap import Sketch
 from kvtailor.bench.data.texts import read_text
 from kvtailor.bench.subject import Subject
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import ArgumentError, KvtailorError
 from kvtailor.fitting.pieces import Piece, answered
 
 __all__ = ["halves", "read_questions"]
@@ -46,7 +46,7 @@ def read_questions(subject: Subject, path: Path, context: int, notes: list[str])
             found = json.loads(line)
             prompt, answer = found["prompt"], found["answer"]
             if not isinstance(prompt, str) or not isinstance(answer, str):
-                raise TypeError("prompt and answer must be text")
+                raise ArgumentError("prompt and answer must be text")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise KvtailorError(
                 f'line {number + 1} of {path} is {line[:60]!r}: write {{"prompt": "...", "answer": "..."}} ({error})'

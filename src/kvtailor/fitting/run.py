@@ -35,7 +35,7 @@ _MADE_OF = {"kivi", "table", "by_layer"}
 
 @check_call
 def fit(
-    model: Any,
+    model: str | Path | Subject | Any,
     texts: object,
     *,
     memory: int | str | None = None,

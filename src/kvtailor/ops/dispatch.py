@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtailor.errors import ArgumentError
 from kvtailor.ops.attention import folded, folded_codes
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
@@ -93,12 +94,12 @@ def forced() -> str:
     `KVTAILOR_TWINS`).
 
     Raises:
-        ValueError: the variable has another value.
+        ArgumentError: the variable has another value.
     """
     asked = _FORCED.get() or os.environ.get("KVTAILOR_IMPLEMENTATION") or os.environ.get("KVTAILOR_TWINS")
     asked = asked or "auto"
     if asked not in _WHICH:
-        raise ValueError(f"KVTAILOR_IMPLEMENTATION (was KVTAILOR_TWINS) is {asked!r}, none of {', '.join(_WHICH)}")
+        raise ArgumentError(f"KVTAILOR_IMPLEMENTATION (was KVTAILOR_TWINS) is {asked!r}, none of {', '.join(_WHICH)}")
     return asked
 
 
@@ -112,10 +113,10 @@ def using(which: str) -> Iterator[None]:
     """Within it, `which` runs: "auto", what is known to be fastest; "reference", the plain forms; "triton", on a GPU.
 
     Raises:
-        ValueError: `which` is none of them.
+        ArgumentError: `which` is none of them.
     """
     if which not in _WHICH:
-        raise ValueError(f"implementation={which!r} is none of {', '.join(_WHICH)}")
+        raise ArgumentError(f"implementation={which!r} is none of {', '.join(_WHICH)}")
     token = _FORCED.set(which)
     try:
         yield

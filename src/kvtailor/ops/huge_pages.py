@@ -30,6 +30,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvtailor.errors import ArgumentError
+
 __all__ = ["asking", "copied", "empty", "explained", "new_empty", "picked", "read_buffer", "size_asked_for"]
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
@@ -57,13 +59,13 @@ def size_asked_for() -> int | None:
     """Return the bytes from which on huge pages are asked for, for tensors on the CPU; None: they are not.
 
     Raises:
-        ValueError: `KVTAILOR_HUGE_PAGES` is neither 0 nor 1.
+        ArgumentError: `KVTAILOR_HUGE_PAGES` is neither 0 nor 1.
     """
     wanted = _ASKED.get()
     if wanted is None:
         text = os.environ.get(_VARIABLE, "")
         if text not in ("", "0", "1"):
-            raise ValueError(
+            raise ArgumentError(
                 f"{_VARIABLE} is {text!r}: write 0 (never ask for huge pages) or 1 (ask where the system leaves it to "
                 "programs), or leave it unset, which is the same as 1"
             )

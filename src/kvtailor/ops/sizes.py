@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from kvtailor.errors import shown
+from kvtailor.errors import ArgumentError, shown
 
 __all__ = ["asked_bytes", "binary", "bytes_of", "write_bytes"]
 
@@ -18,12 +18,12 @@ def bytes_of(text: str) -> int:
     """The number of bytes that `64MiB`, `1.5G` or `4096` stands for: K, M, G are powers of 1000, KiB, MiB, GiB of 1024.
 
     Raises:
-        ValueError: not a size, or not a whole number of bytes.
+        ArgumentError: not a size, or not a whole number of bytes.
     """
     hit = _SIZE.fullmatch(text.strip())
     number = Fraction(hit[1]) * _UNITS[(hit[2] or "").lower()] if hit and len(text) <= _LONGEST else None
     if number is None or number.denominator != 1:
-        raise ValueError(f"{shown(text)} is not a whole number of bytes: write for example 64MiB, 1.5G or 4096")
+        raise ArgumentError(f"{shown(text)} is not a whole number of bytes: write for example 64MiB, 1.5G or 4096")
     return number.numerator
 
 
@@ -52,12 +52,12 @@ def asked_bytes(asked: int | str | None, what: str) -> int | None:
         what: which argument of which method, such as "disk: resident_bytes"; the sentence of an error begins with it.
 
     Raises:
-        ValueError: no size, or below 0.
+        ArgumentError: no size, or below 0.
     """
     try:
         size = bytes_of(asked) if isinstance(asked, str) else asked
     except ValueError as error:
-        raise ValueError(f"{what} is not a size: {error}") from error
+        raise ArgumentError(f"{what} is not a size: {error}") from error
     if size is not None and size < 0:
-        raise ValueError(f"{what} must be 0 bytes or more, found {size}; write for example 64MiB")
+        raise ArgumentError(f"{what} must be 0 bytes or more, found {size}; write for example 64MiB")
     return size

@@ -19,6 +19,14 @@ __all__ = ["check_call", "told"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+# What an argument that no annotation can tell of must have, by its name, and what it is called.
+_MUST_HAVE = {
+    "draft": ("a model of transformers", ("config", "forward")),
+    "model": ("a model of transformers", ("config", "forward")),
+    "streamer": ("a streamer with put and end", ("put", "end")),
+    "tokenizer": ("the model's tokenizer", ("__call__", "decode")),
+}
+_MOST = 2**63
 _ORDER = "the model comes first, then what it reads, and a plan is given by name where something is read"
 
 
@@ -53,10 +61,11 @@ def check_call(function: Callable[_P, _R]) -> Callable[_P, _R]:
         hints = _hints(named)
         for each, value in given.items():
             hint, parameter = hints.get(each, Any), signature.parameters[each]
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or _is_of(value, hint):
+            wanted = _wanted(parameter, value, hint)
+            if wanted is None:
                 continue
             raise ArgumentError(
-                f"{name}: {each} must be {spell(hint)}, and is {told(value)}{_as_keywords(each, value)}"
+                f"{name}: {each} must be {wanted}, and is {told(value)}{_as_keywords(each, value)}"
                 + ("" if inside else f"; it is {name}{_in_words(signature, inside)}")
             )
         return function(*args, **kwargs)
@@ -81,6 +90,23 @@ def _in_words(signature: inspect.Signature, inside: bool) -> str:
         by_name = by_name or each.kind == each.KEYWORD_ONLY
         parts.append(f"{each.name}=..." if each.kind == each.KEYWORD_ONLY else each.name)
     return f"({', '.join(parts)})"
+
+
+def _wanted(parameter: inspect.Parameter, value: object, hint: Any) -> str | None:
+    """What a value must be and is not; None: it may be taken."""
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        return None
+    inner = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else ()
+    if parameter.name in _MUST_HAVE and (hint is Any or Any in inner):
+        what, names = _MUST_HAVE[parameter.name]
+        kinds = [each for each in inner if each is not Any]
+        optional = value is None and parameter.default is None
+        if optional or any(_is_of(value, each) for each in kinds) or all(hasattr(value, name) for name in names):
+            return None
+        return " or ".join([*(spell(each) for each in kinds), what])
+    if isinstance(value, int) and not -_MOST <= value < _MOST:
+        return "a number of at most 64 bits"
+    return None if _is_of(value, hint) else spell(hint)
 
 
 def _is_of(value: object, hint: Any) -> bool:

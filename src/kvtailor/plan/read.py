@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtailor.encode.contract import Codec
-from kvtailor.errors import KvtailorError, UnknownName, shown, suggest
+from kvtailor.errors import ArgumentError, KvtailorError, UnknownName, shown, suggest
 from kvtailor.plan import registry
 from kvtailor.plan.arguments import Broken, load
 from kvtailor.plan.check import BUDGETS, SETTINGS, all_faults
@@ -58,7 +58,7 @@ def toml_parts(text: str) -> Asked:
     chosen, known = _Chosen(), registry.presets()
     try:
         if (why := too_much(text)) is not None:
-            raise ValueError(why)
+            raise ArgumentError(why)
         table = tomllib.loads(text)
     # Beside its own error, a ValueError, tomllib lets through Python's error for a number of thousands of digits.
     except (ValueError, RecursionError) as error:

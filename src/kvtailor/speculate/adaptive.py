@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvtailor.errors import ArgumentError
 from kvtailor.speculate.contract import Lookahead, Measured
 
 __all__ = ["Adaptive"]
@@ -26,7 +27,7 @@ class Adaptive(Lookahead):
 
     def __post_init__(self) -> None:
         if not 1 <= self.first <= self.most:
-            raise ValueError(f"gamma must go from 1 up: found first={self.first}, most={self.most}")
+            raise ArgumentError(f"gamma must go from 1 up: found first={self.first}, most={self.most}")
 
     def length(self, measured: Measured) -> int:
         """See `Lookahead.length`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvtailor.errors import ArgumentError
 from kvtailor.speculate.contract import Lookahead, Measured
 
 __all__ = ["Fixed"]
@@ -17,7 +18,7 @@ class Fixed(Lookahead):
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise ValueError(f"gamma must be at least 1 drafted token, found {self.tokens}")
+            raise ArgumentError(f"gamma must be at least 1 drafted token, found {self.tokens}")
 
     def length(self, measured: Measured) -> int:
         """See `Lookahead.length`."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvtailor.errors import ArgumentError
 from kvtailor.speculate.contract import Draft, Proposal, Reader, Rule
 from kvtailor.speculate.rounds import joined, next_token, verified
 from kvtailor.speculate.statistics import Level
@@ -36,7 +37,7 @@ class Hierarchy(Draft):
 
     def __init__(self, reader: Reader, draft: Draft, rule: Rule, inner: int, level: Level):
         if inner < 1:
-            raise ValueError(f"inner_gamma must be at least 1 drafted token, found {inner}")
+            raise ArgumentError(f"inner_gamma must be at least 1 drafted token, found {inner}")
         self.reader, self.draft, self.rule, self.inner, self.level = reader, draft, rule, inner, level
 
     def propose(self, ids: Tensor, count: int) -> Proposal:

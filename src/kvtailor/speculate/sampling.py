@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvtailor.errors import ArgumentError
 from kvtailor.speculate.contract import Judged, Proposal, Rule
 
 __all__ = ["Sampling"]
@@ -40,11 +41,11 @@ class Sampling(Rule):
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(f"sampling: temperature must be above 0, found {self.temperature}; use greedy for 0")
+            raise ArgumentError(f"sampling: temperature must be above 0, found {self.temperature}; use greedy for 0")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling: top_p must be above 0 and at most 1, found {self.top_p}")
+            raise ArgumentError(f"sampling: top_p must be above 0 and at most 1, found {self.top_p}")
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"sampling: top_k must be at least 1 token, found {self.top_k}; leave it out for all")
+            raise ArgumentError(f"sampling: top_k must be at least 1 token, found {self.top_k}; leave it out for all")
 
     def prediction(self, logits: Tensor) -> Tensor:
         """See `Rule.prediction`."""

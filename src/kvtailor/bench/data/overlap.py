@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
 
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import ArgumentError, KvtailorError
 
 __all__ = ["Calibrated", "Shared", "Sketch", "read_back", "shared", "text_hash", "written"]
 
@@ -71,10 +71,10 @@ class Sketch:
         """
         raw = base64.b64decode(text, validate=True)
         if len(raw) % 8 != 1 or raw[0] > 1:
-            raise ValueError(f"expected a byte and hashes of 8 bytes, found {len(raw)} bytes")
+            raise ArgumentError(f"expected a byte and hashes of 8 bytes, found {len(raw)} bytes")
         hashes = struct.unpack(f">{len(raw) // 8}Q", raw[1:])
         if any(a >= b for a, b in pairwise(hashes)):
-            raise ValueError("expected ascending hashes")
+            raise ArgumentError("expected ascending hashes")
         return cls(hashes, bool(raw[0]))
 
 

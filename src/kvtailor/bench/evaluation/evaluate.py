@@ -29,7 +29,7 @@ __all__ = ["evaluate"]
 
 @check_call
 def evaluate(
-    model: Any,
+    model: str | Path | Subject | Any,
     texts: object = None,
     *,
     plans: str | Plan | Sequence[str | Plan],

@@ -11,7 +11,7 @@ from kvtailor.bench.data.texts import named_texts
 from kvtailor.bench.evaluation.asked import OPTIONS, SERVES, SETS, TASKS, parted_tasks
 from kvtailor.bench.kinds import GENERATED, KINDS, TEXTS
 from kvtailor.bench.tasks.settings import Option
-from kvtailor.errors import suggest
+from kvtailor.errors import ArgumentError, suggest
 from kvtailor.ops.sizes import bytes_of
 from kvtailor.plan import Plan
 
@@ -113,26 +113,26 @@ def _value(option: Option, given: Any) -> Any:
     """The value of one option as `settings_of` takes it.
 
     Raises:
-        ValueError: what must be given.
+        ArgumentError: what must be given.
     """
     if given is None:
         return None
     if option.type is bool:
         if not isinstance(given, bool):
-            raise ValueError("give True or False")
+            raise ArgumentError("give True or False")
         return given or None
     if option.unit == "bytes":
         if isinstance(given, int) and not isinstance(given, bool) and given > 0:
             return given
         if not isinstance(given, str):
-            raise ValueError("give a number of bytes, or text such as 8GiB")
+            raise ArgumentError("give a number of bytes, or text such as 8GiB")
         return bytes_of(given)
     if not option.listed:
         return _single(option, given)
     parts = given.split(",") if isinstance(given, str) else given if isinstance(given, Sequence) else [given]
     found = tuple(dict.fromkeys(_single(option, part, typed=isinstance(given, str)) for part in parts))
     if not found:
-        raise ValueError(f"give {_NUMBERS[option.type]}, or several")
+        raise ArgumentError(f"give {_NUMBERS[option.type]}, or several")
     return found
 
 
@@ -143,12 +143,12 @@ def _single(option: Option, given: Any, *, typed: bool = False) -> Any:
         try:
             given = option.type(given.strip())
         except ValueError:
-            raise ValueError(wanted) from None
+            raise ArgumentError(wanted) from None
     fits = isinstance(given, int | float) if option.type is float else isinstance(given, option.type)
     if isinstance(given, bool) or not fits:
-        raise ValueError(wanted)
+        raise ArgumentError(wanted)
     if option.least is not None and given < option.least:
-        raise ValueError(f"give {option.least} or more")
+        raise ArgumentError(f"give {option.least} or more")
     if option.most is not None and given > option.most:
-        raise ValueError(f"give {option.most} or less")
+        raise ArgumentError(f"give {option.most} or less")
     return option.type(given)

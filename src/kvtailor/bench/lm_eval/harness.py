@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvtailor.bench.lm_eval.local_data import write_task
-from kvtailor.errors import KvtailorError, UnknownName
+from kvtailor.errors import ArgumentError, KvtailorError, UnknownName
 
 __all__ = ["TASK_SEED", "load_tasks", "main", "register", "version"]
 
@@ -88,7 +88,7 @@ def load_tasks(
         _leaves([task], manager)
     else:
         if into is None:
-            raise ValueError("local data needs a folder to write to")
+            raise ArgumentError("local data needs a folder to write to")
         notes = write_tasks([task], data, into, fewshot=fewshot)
         alone = (into / f"{task}.yaml").is_file()
         manager, name = TaskManager(include_defaults=not alone, include_path=str(into)), task

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import ArgumentError, KvtailorError
 
 __all__ = ["LocalSet", "local_set"]
 
@@ -89,7 +89,7 @@ def _arc(row: Row) -> dict[str, Any]:
         question, key = stem, row["answerKey"]
         texts, labels = [each["text"] for each in choices], [each["label"] for each in choices]
     if key not in labels or len(texts) < 2:
-        raise ValueError(f"the answer {key!r} is none of the choices {labels}")
+        raise ArgumentError(f"the answer {key!r} is none of the choices {labels}")
     return {"question": question, "choices": {"text": texts, "label": labels}, "answerKey": key}
 
 
@@ -102,7 +102,7 @@ def _winogrande(row: Row) -> dict[str, Any]:
     else:
         found, answer = {name: row[name] for name in ("sentence", "option1", "option2")}, row["answer"]
     if answer not in ("1", "2") or "_" not in found["sentence"]:
-        raise ValueError(f"the answer {answer!r} is not 1 or 2, or the sentence has no blank")
+        raise ArgumentError(f"the answer {answer!r} is not 1 or 2, or the sentence has no blank")
     return {**found, "answer": answer}
 
 
@@ -142,7 +142,7 @@ def _boolq_note(row: Row) -> str | None:
 
 def _lambada(row: Row) -> dict[str, Any]:
     if " " not in row["text"]:
-        raise ValueError("a text of one word")
+        raise ArgumentError("a text of one word")
     return {"text": row["text"]}
 
 
@@ -152,7 +152,7 @@ def _between(text: str, before: str, after: str) -> tuple[str, str]:
     question, end, _ = tail.partition("\n\n")
     rest = tail[len(question) :].strip().split("Answer format:")[0].strip() if after != "Answer format:" else ""
     if not found or not end or not question or not rest.startswith(after if rest else ""):
-        raise ValueError(f"an instruction without {before!r}")
+        raise ArgumentError(f"an instruction without {before!r}")
     return question, rest
 
 

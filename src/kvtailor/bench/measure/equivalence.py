@@ -20,6 +20,7 @@ from statistics import fmean
 
 from kvtailor.bench.measure.paired_hits import differing, loss_bound, pairs_for
 from kvtailor.bench.measure.statistics import FEWEST, student_quantile
+from kvtailor.errors import ArgumentError
 
 __all__ = ["ERROR", "Losses", "Margins", "Outcome", "least_samples", "losses_of", "outcome"]
 
@@ -38,7 +39,7 @@ class Margins:
             are what 25 answers can show for one plan, and 46 for four.
 
     Raises:
-        ValueError: a margin that is not above 0.
+        ArgumentError: a margin that is not above 0.
     """
 
     nats: float = 0.02
@@ -47,7 +48,7 @@ class Margins:
     def __post_init__(self) -> None:
         for name in ("nats", "points"):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
-                raise ValueError(f"asked for a margin of {getattr(self, name)} {name}: give a number above 0")
+                raise ArgumentError(f"asked for a margin of {getattr(self, name)} {name}: give a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from statistics import NormalDist
 
 from kvtailor.bench.measure.statistics import Estimate, mean_difference, wilson
+from kvtailor.errors import ArgumentError
 
 __all__ = ["hit_difference", "loss_bound", "pairs_for", "share", "share_difference"]
 
@@ -41,7 +42,7 @@ def hit_difference(lost: float, gained: float, count: int, *, confidence: float 
         `(gained - lost) / count`, between -1 and 1: below 0 is worse.
 
     Raises:
-        ValueError: no pairs, or more that differ than there are.
+        ArgumentError: no pairs, or more that differ than there are.
     """
     _check(lost, gained, count)
     z = NormalDist().inv_cdf(1 - _INNER * (1 - confidence) / 2)
@@ -52,7 +53,7 @@ def loss_bound(lost: float, gained: float, count: int, *, error: float) -> float
     """What the loss `(lost - gained) / count` is below with a chance of `1 - error`: one side of Tango's interval.
 
     Raises:
-        ValueError: no pairs, or more that differ than there are.
+        ArgumentError: no pairs, or more that differ than there are.
     """
     _check(lost, gained, count)
     return _end(lost, gained, count, NormalDist().inv_cdf(1 - error))
@@ -81,10 +82,10 @@ def share(values: Sequence[float]) -> Estimate:
     """Mean of hits, or of scores between 0 and 1, with Wilson's interval.
 
     Raises:
-        ValueError: no values, or one outside of 0 to 1.
+        ArgumentError: no values, or one outside of 0 to 1.
     """
     if not values or not all(0 <= value <= 1 for value in values):
-        raise ValueError(f"asked for the share of {len(values)} values: give at least one, each between 0 and 1")
+        raise ArgumentError(f"asked for the share of {len(values)} values: give at least one, each between 0 and 1")
     return wilson(sum(values), len(values))
 
 
@@ -95,10 +96,10 @@ def share_difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate
     `mean_difference`, which uses how much they differ.
 
     Raises:
-        ValueError: unequal counts, no samples, or a value outside of 0 to 1.
+        ArgumentError: unequal counts, no samples, or a value outside of 0 to 1.
     """
     if len(ours) != len(theirs) or not ours or not all(0 <= value <= 1 for value in (*ours, *theirs)):
-        raise ValueError(
+        raise ArgumentError(
             f"asked for paired differences of {len(ours)} and {len(theirs)} shares: give the same samples of both, "
             "each between 0 and 1"
         )
@@ -116,7 +117,7 @@ def differing(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, fl
 
 def _check(lost: float, gained: float, count: int) -> None:
     if count < 1 or min(lost, gained) < 0 or lost + gained > count + 1e-9:
-        raise ValueError(
+        raise ArgumentError(
             f"asked for the difference of {count} pairs of which {lost:g} are lost and {gained:g} gained: give at "
             "least one pair, and no more that differ than there are"
         )

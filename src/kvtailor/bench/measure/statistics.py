@@ -10,6 +10,8 @@ from statistics import NormalDist, fmean
 import torch
 from torch import Tensor
 
+from kvtailor.errors import ArgumentError
+
 __all__ = [
     "FEWEST",
     "Estimate",
@@ -70,7 +72,7 @@ class Spread:
 def quantile(values: Sequence[float], share: float) -> float:
     """The `share` quantile (0 to 1) of at least one value, linear between neighbours."""
     if not values:
-        raise ValueError("asked for a quantile of no values: measure at least one")
+        raise ArgumentError("asked for a quantile of no values: measure at least one")
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = math.floor(place)
@@ -149,14 +151,14 @@ def mean_difference(
             that is not known.
 
     Raises:
-        ValueError: unequal counts, no samples, or a confidence outside of 0 to 1.
+        ArgumentError: unequal counts, no samples, or a confidence outside of 0 to 1.
     """
     if len(ours) != len(theirs) or not ours:
-        raise ValueError(
+        raise ArgumentError(
             f"asked for paired differences of {len(ours)} and {len(theirs)} samples: give the same samples of both"
         )
     if not 0 < confidence < 1:
-        raise ValueError(f"asked for a confidence of {confidence}: give a share between 0 and 1, such as 0.95")
+        raise ArgumentError(f"asked for a confidence of {confidence}: give a share between 0 and 1, such as 0.95")
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     count = len(differences)
     if count < FEWEST:
@@ -188,7 +190,7 @@ def mean(values: Sequence[float]) -> Estimate:
     """Mean of some values with the interval of `mean_difference`.
 
     Raises:
-        ValueError: no values.
+        ArgumentError: no values.
     """
     return mean_difference(values, [0.0] * len(values))
 
@@ -197,10 +199,10 @@ def geometric_mean(values: Sequence[float]) -> Estimate:
     """Geometric mean of positive ratios, with the interval of `mean_difference` on their logarithms.
 
     Raises:
-        ValueError: no values, or one that is not positive.
+        ArgumentError: no values, or one that is not positive.
     """
     if not values or min(values) <= 0:
-        raise ValueError(f"asked for the geometric mean of {len(values)} ratios: give at least one, all above 0")
+        raise ArgumentError(f"asked for the geometric mean of {len(values)} ratios: give at least one, all above 0")
     found = mean([math.log(each) for each in values])
     low, high = (None if end is None else math.exp(end) for end in (found.low, found.high))
     return Estimate(math.exp(found.value), low, high, found.count)
@@ -217,10 +219,10 @@ def calibration_error(confidence: Sequence[float], right: Sequence[bool], *, bin
         bins: of equal width; a bin holds its upper end.
 
     Raises:
-        ValueError: unequal counts, no predictions, or a confidence outside of 0 to 1.
+        ArgumentError: unequal counts, no predictions, or a confidence outside of 0 to 1.
     """
     if len(confidence) != len(right) or not confidence or not all(0 <= c <= 1 + 1e-6 for c in confidence):
-        raise ValueError(
+        raise ArgumentError(
             f"asked for the calibration of {len(confidence)} confidences and {len(right)} answers: give as many of "
             "both, with confidences from 0 to 1"
         )
@@ -236,10 +238,10 @@ def wilson(hits: float, count: int, *, confidence: float = 0.95) -> Estimate:
     A part of a hit counts as that part; the interval is then wider than it need be.
 
     Raises:
-        ValueError: no answers, or more hits than answers.
+        ArgumentError: no answers, or more hits than answers.
     """
     if count < 1 or not 0 <= hits <= count:
-        raise ValueError(
+        raise ArgumentError(
             f"asked for the share of {hits:g} hits among {count} answers: give 0 <= hits <= count, count >= 1"
         )
     z = NormalDist().inv_cdf(1 - (1 - confidence) / 2)

@@ -59,7 +59,7 @@ def summarise(
         left_out: sentences on what could not be read, the first footnotes.
 
     Raises:
-        ValueError: no records.
+        ArgumentError: no records.
     """
     ours, others = of_one_model(records)
     rows = rows_of(ours)

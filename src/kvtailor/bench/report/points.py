@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtailor.bench.schema import Record, latest
+from kvtailor.errors import ArgumentError
 
 __all__ = ["Series", "base", "named", "of_one_model", "series_of", "texts_together"]
 
@@ -97,7 +98,7 @@ def of_one_model(records: Sequence[Record]) -> tuple[list[Record], int]:
 
     single = latest(records)
     if not single:
-        raise ValueError("asked for a summary of no records: run a task first")
+        raise ArgumentError("asked for a summary of no records: run a task first")
     last = max(single, key=lambda record: record.started)
     ours = [record for record in single if model(record) == model(last)]
     return ours, len(single) - len(ours)

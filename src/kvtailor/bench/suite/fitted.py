@@ -17,7 +17,7 @@ from typing import Any
 
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.suite.suite import Suite, SuiteError
-from kvtailor.errors import KvtailorError, PlanError
+from kvtailor.errors import ArgumentError, KvtailorError, PlanError
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.sizes.largest import largest_tokens
 from kvtailor.hf.sizes.segments import SegmentBytes
@@ -116,7 +116,7 @@ def _told_in(path: Path, key: str) -> dict[str, dict[str, Any]]:
     try:
         found = tomllib.loads(read_toml(path)).get(key, {})
         if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
-            raise ValueError(f"[{key}] holds no tables")
+            raise ArgumentError(f"[{key}] holds no tables")
     except (OSError, ValueError, RecursionError) as error:
         raise KvtailorError(
             f"the suite beside the records, {path}, cannot be read ({error}): take it away, or give another --out"

@@ -36,7 +36,7 @@ from kvtailor.bench.measure.memory_gauge import Gauge, gauge_of
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
 from kvtailor.bench.tasks.settings import Metric, Option, setting
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import ArgumentError, KvtailorError
 
 __all__ = ["Capacity", "Limit", "Need", "capacity_of", "largest"]
 
@@ -107,12 +107,12 @@ class Capacity(PlanByPlan):
 
     def __post_init__(self) -> None:
         if min(self.context, self.tokens, self.step) < 1 or (self.memory_bytes is not None and self.memory_bytes < 1):
-            raise ValueError(
+            raise ArgumentError(
                 f"asked for memory_bytes={self.memory_bytes}, context={self.context}, tokens={self.tokens}, "
                 f"step={self.step}: give at least 1 of each"
             )
         if self.reach < max(2 * self.context, 4 * self.step):
-            raise ValueError(
+            raise ArgumentError(
                 f"asked for reach={self.reach} with context={self.context}, step={self.step}: two rows, and four "
                 f"steps, must be run; give reach={max(2 * self.context, 4 * self.step)} or more"
             )

@@ -31,7 +31,7 @@ from kvtailor.bench.lm_eval.results import is_ratio, likelihoods_of, main_metric
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
 from kvtailor.bench.tasks.settings import EXAMPLES, setting
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import ArgumentError, KvtailorError
 
 __all__ = ["Harness"]
 
@@ -89,7 +89,7 @@ class Harness(PlanByPlan):
 
     def __post_init__(self) -> None:
         if (self.limit is not None and self.limit < 1) or min(self.fewshot or 0, self.outside) < 0:
-            raise ValueError(
+            raise ArgumentError(
                 f"asked for limit={self.limit}, fewshot={self.fewshot} and outside={self.outside}: give at least 1 "
                 "document, and no negative number"
             )

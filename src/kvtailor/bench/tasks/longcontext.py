@@ -29,7 +29,7 @@ from kvtailor.bench.measure.cache_fields import tokens_read, weigh
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
 from kvtailor.bench.tasks.settings import EXAMPLES, STATE, Metric, setting
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import ArgumentError, KvtailorError
 
 __all__ = ["LongContext", "generate"]
 
@@ -86,11 +86,11 @@ class LongContext(PlanByPlan):
     def __post_init__(self) -> None:
         long_set(self.benchmark, self.subset)
         if self.examples is not None and self.examples < 1:
-            raise ValueError(f"asked for {self.examples} examples of {self.subset}: ask for at least 1")
+            raise ArgumentError(f"asked for {self.examples} examples of {self.subset}: ask for at least 1")
         if self.state < 0:
-            raise ValueError(f"asked for state={self.state}: give 0 or more")
+            raise ArgumentError(f"asked for state={self.state}: give 0 or more")
         if self.max_tokens is not None and self.max_tokens < _LEAST_TOKENS:
-            raise ValueError(f"asked for prompts of {self.max_tokens} tokens: allow at least {_LEAST_TOKENS}")
+            raise ArgumentError(f"asked for prompts of {self.max_tokens} tokens: allow at least {_LEAST_TOKENS}")
 
     def _chosen(self, examples: list[Example]) -> list[Example]:
         """The first ones, or with a state as many others at random, in the data set's order."""

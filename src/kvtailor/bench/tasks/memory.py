@@ -26,7 +26,7 @@ from kvtailor.bench.measure.memory_gauge import Gauge
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
 from kvtailor.bench.tasks.settings import BATCHES, CONTEXTS, Metric, setting
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import ArgumentError, KvtailorError
 
 __all__ = ["Memory", "weigh_in_this_process"]
 
@@ -59,7 +59,7 @@ class Memory(PlanByPlan):
 
     def __post_init__(self) -> None:
         if min(self.context, self.batch, self.caches) < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"asked for context={self.context}, batch={self.batch}, caches={self.caches}: give at least 1 of each"
             )
 

@@ -28,7 +28,7 @@ from kvtailor.bench.measure.cache_fields import tokens_read, weigh
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks.contract import Demand, PlanByPlan, Sample, Scored
 from kvtailor.bench.tasks.settings import CONTEXT, DOCUMENT_KINDS, STATE, STATES_APART, Metric, Option, setting
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import ArgumentError, KvtailorError
 
 __all__ = ["Answer", "Needle", "answer_document", "code_document"]
 
@@ -123,7 +123,7 @@ class Needle(PlanByPlan):
 
     def __post_init__(self) -> None:
         if not self.lengths or not self.depths or self.documents < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"asked for {len(self.lengths)} lengths, {len(self.depths)} depths and {self.documents} "
                 "documents: give at least "
                 "one of each"

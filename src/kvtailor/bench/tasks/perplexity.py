@@ -33,7 +33,7 @@ from kvtailor.bench.measure.cache_fields import weigh
 from kvtailor.bench.subject import Subject, Tokens, hash_of
 from kvtailor.bench.tasks.contract import Demand, PlanByPlan, Sample, Scored
 from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, STATE, WINDOWS, Metric, Option, setting
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import ArgumentError, KvtailorError
 
 __all__ = ["Perplexity", "Window", "score_window", "scored_pieces", "whole_budgets"]
 
@@ -146,13 +146,15 @@ class Perplexity(PlanByPlan):
     def __post_init__(self) -> None:
         for what in ("context", "continuation", "windows"):
             if getattr(self, what) < 1:
-                raise ValueError(f"asked for {what}={getattr(self, what)}: give at least 1")
+                raise ArgumentError(f"asked for {what}={getattr(self, what)}: give at least 1")
         if self.continuation < 2:
-            raise ValueError("asked for continuation=1: the prompt's own logits score that token, and no cache is read")
+            raise ArgumentError(
+                "asked for continuation=1: the prompt's own logits score that token, and no cache is read"
+            )
         if self.state < 0:
-            raise ValueError(f"asked for state={self.state}: give 0 or more")
+            raise ArgumentError(f"asked for state={self.state}: give 0 or more")
         if self.chunk is not None and self.chunk < 1:
-            raise ValueError(f"asked for chunk={self.chunk}: give at least 1 token, or None to feed all at once")
+            raise ArgumentError(f"asked for chunk={self.chunk}: give at least 1 token, or None to feed all at once")
 
     def texts(self) -> dict[str, str]:
         return {self.source: self.text}

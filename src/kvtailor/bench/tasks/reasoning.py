@@ -39,7 +39,7 @@ from kvtailor.bench.measure.cache_fields import bytes_of, weigh
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
 from kvtailor.bench.tasks.settings import STATE, STATES_APART, Metric, Option, setting
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import ArgumentError, KvtailorError
 
 __all__ = ["Reasoning", "write_chain"]
 
@@ -124,7 +124,7 @@ class Reasoning(PlanByPlan):
 
     def __post_init__(self) -> None:
         if not self.counts or min(self.counts) < 1 or self.chains < 1 or self.every < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"asked for {self.chains} chains of the lengths {list(self.counts)}, looked at every {self.every} "
                 "tokens: give at least one of each"
             )

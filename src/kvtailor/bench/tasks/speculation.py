@@ -40,7 +40,7 @@ from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks.contract import AllAtOnce, Sample, Scored, Turns
 from kvtailor.bench.tasks.draft_rounds import DraftRounds
 from kvtailor.bench.tasks.settings import CONTEXTS, NEW_TOKENS, ROUNDS, STATE, STATES_APART, Metric, Option, setting
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import ArgumentError, KvtailorError
 from kvtailor.hf.model.loading import load
 from kvtailor.hf.run.generate import Generated, generate
 from kvtailor.plan import Plan
@@ -134,23 +134,23 @@ class Speculation(AllAtOnce):
 
     def __post_init__(self) -> None:
         if self.tokens < 2 or min(self.rounds, self.context, self.patience) < 1 or self.warmup < 0:
-            raise ValueError(
+            raise ArgumentError(
                 f"asked for context={self.context}, tokens={self.tokens}, rounds={self.rounds}, "
                 f"warmup={self.warmup}, patience={self.patience}: give a context, rounds and patience of at least 1 "
                 "and at least 2 tokens"
             )
         if self.draft is None and self.draft_plan is None:
-            raise ValueError(
+            raise ArgumentError(
                 "there is no draft: give draft (a model) or draft_plan (the same weights over another cache)"
             )
         if self.temperature < 0:
-            raise ValueError(f"temperature must be 0, which is greedy, or more, found {self.temperature}")
+            raise ArgumentError(f"temperature must be 0, which is greedy, or more, found {self.temperature}")
         for name in ("draft_plan", "middle_plan"):
             if getattr(self, name) is not None:
                 try:
                     Plan.parse(getattr(self, name))
                 except KvtailorError as error:
-                    raise ValueError(f"{name}: {error}") from error
+                    raise ArgumentError(f"{name}: {error}") from error
 
     def steps(self) -> int:
         return self.patience * self.rounds + self.warmup

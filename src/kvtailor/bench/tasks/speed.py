@@ -39,7 +39,7 @@ from kvtailor.bench.micro.timer import rounds_in_turns
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks.contract import AllAtOnce, Demand, Sample, Scored, Turns
 from kvtailor.bench.tasks.settings import BATCHES, CONTEXTS, NEW_TOKENS, ROUNDS, Metric, Option, setting
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import ArgumentError, KvtailorError
 
 __all__ = ["Speed"]
 
@@ -110,7 +110,7 @@ class Speed(AllAtOnce):
 
     def __post_init__(self) -> None:
         if self.tokens < 2 or min(self.rounds, self.context, self.batch, self.patience) < 1 or self.warmup < 0:
-            raise ValueError(
+            raise ArgumentError(
                 f"asked for context={self.context}, tokens={self.tokens}, batch={self.batch}, rounds={self.rounds}, "
                 f"warmup={self.warmup}, patience={self.patience}: give a context, batch, rounds and patience of at "
                 "least 1 and at least 2 tokens"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvtailor.errors import ArgumentError
+
 __all__ = ["NAMES", "path"]
 
 NAMES = ("demo", "demo-draft")
@@ -14,8 +16,8 @@ def path(name: str = "demo") -> Path:
     """The folder of an embedded model: weights, tokenizer, model card.
 
     Raises:
-        ValueError: ``name`` is not in `NAMES`.
+        ArgumentError: ``name`` is not in `NAMES`.
     """
     if name not in NAMES:
-        raise ValueError(f"asked for the embedded model {name!r}, but there are {', '.join(NAMES)}: use one of them")
+        raise ArgumentError(f"asked for the embedded model {name!r}, but there are {', '.join(NAMES)}: use one of them")
     return Path(__file__).resolve().parents[2] / "demo" / "weights" / name

@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvtailor.errors import CacheMisuse, PlanError, UnknownName, UnsupportedModel
+from kvtailor.errors import ArgumentError, CacheMisuse, PlanError, UnknownName, UnsupportedModel
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs.obstacles import check_processes
 from kvtailor.hf.graphs.replaying import ReplayingReader
@@ -90,7 +91,7 @@ def generate(
     attention_mask: Tensor | None = None,
     *,
     plan: str | Plan = "full",
-    draft: Any = None,
+    draft: str | Path | Any = None,
     draft_plan: str | Plan | None = None,
     middle_plan: str | Plan | None = None,
     gamma: int | Literal["adaptive"] = "adaptive",
@@ -330,9 +331,9 @@ def _checked(
         raise CacheMisuse(f"gamma is {gamma!r}: give a number of tokens to draft at once, or 'adaptive'")
     lookahead = Adaptive() if isinstance(gamma, str) else Fixed(tokens=gamma)
     if inner_gamma < 1:
-        raise ValueError(f"inner_gamma must be at least 1 drafted token, found {inner_gamma}")
+        raise ArgumentError(f"inner_gamma must be at least 1 drafted token, found {inner_gamma}")
     if min_gain is not None and not min_gain > 0:
-        raise ValueError(f"min_gain must be above 0, or None to speculate always, found {min_gain}")
+        raise ArgumentError(f"min_gain must be above 0, or None to speculate always, found {min_gain}")
     if middle_plan is not None and draft is None:
         raise CacheMisuse(
             f"middle_plan={str(middle_plan)!r} stands between a draft model and the target, and there is no draft "
@@ -343,7 +344,7 @@ def _checked(
         if own is None:
             raise CacheMisuse("refresh is for a cache of the target's own weights: give draft_plan= or middle_plan=")
         if refresh < 1:
-            raise ValueError(f"refresh must be at least 1 token, found {refresh}")
+            raise ArgumentError(f"refresh must be at least 1 token, found {refresh}")
     if draft is not None or draft_plan is not None:
         faults = target_faults(plan)
         if faults:
@@ -375,7 +376,7 @@ def target_faults(plan: Plan) -> list[str]:
 def _loaded(draft: Any, model: Any) -> Any:
     """The draft model, which must speak the target's tokens."""
     device = input_device(model)
-    small = load(draft, dtype=model.dtype, device=device)[0] if isinstance(draft, str) else draft
+    small = load(draft, dtype=model.dtype, device=device)[0] if isinstance(draft, str | Path) else draft
     sizes = [each.get_output_embeddings().weight.shape[0] for each in (model, small)]
     if sizes[0] != sizes[1]:
         raise UnsupportedModel(

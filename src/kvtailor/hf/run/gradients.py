@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kvtailor.errors import CacheMisuse, KvtailorError
+from kvtailor.errors import ArgumentError, CacheMisuse, KvtailorError
 from kvtailor.hf.attention import uncounted
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.model.geometry import Geometry
@@ -141,7 +141,7 @@ def _gradients(
         # Clones, since what inference mode made cannot be kept for a gradient.
         model(input_ids=ids.clone(), **{name: each.clone() for name, each in inputs.items()}, **options)
         if len(ends) != 1 or len(taps) != len(geometry.compressed) or not ends[0].requires_grad:
-            raise RuntimeError("no gradient leads from its last layer back to its attention")
+            raise ArgumentError("no gradient leads from its last layer back to its attention")
         objective = (ends[0].float().square() * real.clone().to(ends[0].device)[..., None]).sum()
         wanted = [taps[layer] for layer in geometry.compressed]
         gradients = torch.autograd.grad(objective, wanted)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvtailor.errors import ArgumentError
+
 __all__ = ["NOTHING", "Bounds", "hull", "summed"]
 
 
@@ -21,7 +23,7 @@ class Bounds:
 
     def __post_init__(self) -> None:
         if self.low > self.high:
-            raise ValueError(f"bounds from {self.low} to {self.high} hold no number")
+            raise ArgumentError(f"bounds from {self.low} to {self.high} hold no number")
 
     @classmethod
     def exactly(cls, number: int) -> Bounds:

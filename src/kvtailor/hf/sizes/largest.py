@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvtailor.errors import PlanError
+from kvtailor.errors import ArgumentError, PlanError
 from kvtailor.hf.sizes.size import CacheSize, forecast_size
 from kvtailor.plan.registry import name_of
 
@@ -48,10 +48,10 @@ def largest_tokens(
 
     Raises:
         PlanError: the plan evicts nothing, or the model refuses it.
-        ValueError: see `forecast_size`; or fewer than 0 bytes.
+        ArgumentError: see `forecast_size`; or fewer than 0 bytes.
     """
     if memory < 0:
-        raise ValueError(f"asked for the largest budget in {memory} bytes: give 0 or more")
+        raise ArgumentError(f"asked for the largest budget in {memory} bytes: give 0 or more")
 
     stored: dict[Any, SegmentBytes] = {} if known is None else known
 
@@ -85,7 +85,7 @@ def least_size(
 
     Raises:
         PlanError: the plan evicts nothing, or the model refuses it.
-        ValueError: see `forecast_size`.
+        ArgumentError: see `forecast_size`.
     """
     return _with_tokens(plan, geometry, 1, context, batch, element_size, new_tokens, {})
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.calibration_file import calibrated
-from kvtailor.errors import PlanError
+from kvtailor.errors import ArgumentError, PlanError
 from kvtailor.hf.attention import NAME
 from kvtailor.hf.layers.of_cache import plan_misfits
 from kvtailor.hf.make_cache import checked
@@ -28,7 +28,7 @@ __all__ = ["cache_size", "known_size"]
 
 @check_call
 def cache_size(
-    model: Any,
+    model: str | Path | Any,
     plan: str | Plan,
     *,
     context: int,
@@ -55,7 +55,7 @@ def cache_size(
         PlanError: with all faults of the plan, or where the model refuses it.
         UnsupportedModel: for a model that cannot be compressed.
         CalibrationError: a model was given, and a method needs a calibration that is not there for it.
-        ValueError: a number that no cache can have, or a model of whose states the size is not known.
+        ArgumentError: a number that no cache can have, or a model of whose states the size is not known.
     """
     return known_size(model, plan, context=context, batch=batch, new_tokens=new_tokens, dtype=dtype, known={})
 
@@ -102,7 +102,7 @@ def _element_size(config: Any, model: Any, dtype: str | torch.dtype | None) -> i
     if found is None and asked is None:
         found = torch.float32
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"asked for a cache in {dtype!r}: give float32, bfloat16 or float16")
+        raise ArgumentError(f"asked for a cache in {dtype!r}: give float32, bfloat16 or float16")
     return found.itemsize
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvtailor.calibration_file import calibrated
 from kvtailor.encode.composed.by_age import ByAge
 from kvtailor.encode.contract import Codec, CodecContext
-from kvtailor.errors import PlanError
+from kvtailor.errors import ArgumentError, PlanError
 from kvtailor.hf.layers.of_cache import plan_misfits
 from kvtailor.hf.sizes.ages import BytesByAge
 from kvtailor.hf.sizes.bounds import NOTHING, Bounds, summed
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheSize", "forecast_size"]
 
+# Tokens and rows whose bytes no number here outgrows.
+_MOST = 10**9
 _DTYPES = {4: torch.float32, 2: torch.bfloat16}
 
 
@@ -184,19 +186,21 @@ def forecast_size(
     Raises:
         PlanError: the model refuses the plan.
         UnsupportedModel: the plan has `bytes=`, and the size of a layer's states is not known before a run.
-        ValueError: a number that no cache can have, or a model of whose states the size is not known.
+        ArgumentError: a number that no cache can have, or a model of whose states the size is not known.
     """
     for name, number, least in (("context", context, 1), ("batch", batch, 1), ("new_tokens", new_tokens, 0)):
         if number < least:
-            raise ValueError(f"asked for the size of a cache with {name}={number}: give {least} or more")
+            raise ArgumentError(f"asked for the size of a cache with {name}={number}: give {least} or more")
+        if number > _MOST:
+            raise ArgumentError(f"asked for the size of a cache with {name}={number}: give at most {_MOST}")
     if element_size not in _DTYPES:
-        raise ValueError(f"asked for a cache of {element_size} bytes an element: give 4 (float32) or 2 (16 bits)")
+        raise ArgumentError(f"asked for a cache of {element_size} bytes an element: give 4 (float32) or 2 (16 bits)")
     misfits = plan_misfits(plan, geometry)
     if misfits:
         raise PlanError(str(plan), misfits)
     states = geometry.state_bytes(element_size) if count_states else 0
     if states is None:
-        raise ValueError(
+        raise ArgumentError(
             f"how many bytes the recurrent states of this {geometry.model_type} take is not known before they are "
             "there, so neither is the size of its cache: read cache.ledger() after a run"
         )

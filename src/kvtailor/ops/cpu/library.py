@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from kvtailor.errors import ArgumentError
+
 __all__ = [
     "DTYPES",
     "VARIANTS",
@@ -222,13 +224,13 @@ def library() -> Library | None:
     `KVTAILOR_CPU` names another one of `VARIANTS`.
 
     Raises:
-        ValueError: `KVTAILOR_CPU` names what was not built or does not run here.
+        ArgumentError: `KVTAILOR_CPU` names what was not built or does not run here.
     """
     asked = os.environ.get("KVTAILOR_CPU")
     found = (load(path) for name, path in built().items() if asked in (None, "", name))
     loaded = next((each for each in found if each is not None), None)
     if asked and loaded is None:
-        raise ValueError(
+        raise ArgumentError(
             f"KVTAILOR_CPU={asked}: no such variant was built or runs here; built are {', '.join(built()) or 'none'}"
         )
     if loaded is None:

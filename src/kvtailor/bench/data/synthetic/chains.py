@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from kvtailor.bench.data.synthetic import words
 from kvtailor.bench.data.synthetic.documents import make_document, random_source
 from kvtailor.bench.data.synthetic.hidden_facts import number
+from kvtailor.errors import ArgumentError
 
 __all__ = ["KINDS", "Chain", "Step", "make_chain"]
 
@@ -88,12 +89,12 @@ def make_chain(
         count_tokens: text to its number of tokens, without special tokens.
 
     Raises:
-        ValueError: there is no such kind or split, fewer than one link or step, or a length that the facts exceed.
+        ArgumentError: there is no such kind or split, fewer than one link or step, or a length that the facts exceed.
     """
     if kind not in KINDS:
-        raise ValueError(f"asked for chains of kind {kind!r}, and there are {' and '.join(KINDS)}: use one of them")
+        raise ArgumentError(f"asked for chains of kind {kind!r}, and there are {' and '.join(KINDS)}: use one of them")
     if count < 1:
-        raise ValueError(f"asked for a chain of {count} steps: ask for 1 or more")
+        raise ArgumentError(f"asked for a chain of {count} steps: ask for 1 or more")
     if kind == "working":
         return _working(random_source("working", state, split), state, length, count, count_tokens)
     document = make_document(
@@ -112,7 +113,7 @@ def _working(rng: random.Random, state: int, length: int, count: int, size: Call
     facts = [f"{end.strip()}." for end in ends]
     prose: list[str] = []
     if size(" ".join(facts)) > length:
-        raise ValueError(
+        raise ArgumentError(
             f"asked for a working whose prompt has {length} tokens, but its facts alone take {size(' '.join(facts))}: "
             "ask for at least that"
         )

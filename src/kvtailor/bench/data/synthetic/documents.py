@@ -23,6 +23,7 @@ from kvtailor.bench.data.synthetic import words
 from kvtailor.bench.data.synthetic.hidden_facts import Fact
 from kvtailor.bench.data.synthetic.plots import ALL_TASKS, FURTHER, TASKS, Plot
 from kvtailor.bench.data.synthetic.word_lists import LISTS, WordList, shortest
+from kvtailor.errors import ArgumentError
 
 __all__ = ["ALL_TASKS", "Document", "Plot", "SPLITS", "TASKS", "make_document", "random_source"]
 
@@ -72,13 +73,13 @@ def random_source(task: str, state: int, split: str) -> random.Random:
     """The random source of one document.
 
     Raises:
-        ValueError: unknown ``split``, or ``state`` outside of the split's range in `SPLITS`.
+        ArgumentError: unknown ``split``, or ``state`` outside of the split's range in `SPLITS`.
     """
     if split not in SPLITS:
-        raise ValueError(f"asked for split {split!r}, but there are {', '.join(SPLITS)}: use one of them")
+        raise ArgumentError(f"asked for split {split!r}, but there are {', '.join(SPLITS)}: use one of them")
     states = SPLITS[split]
     if state not in states:
-        raise ValueError(
+        raise ArgumentError(
             f"asked for state {state} in split {split!r}, whose states are {states.start} to "
             f"{states.stop - 1}: take one of those, so that splits stay disjoint"
         )
@@ -115,19 +116,19 @@ def make_document(
             ``common, times, others``; frequent_words ``asked, kinds``.
 
     Raises:
-        ValueError: unknown task, split, option or state, depth outside of 0 to 1, empty filler, or a length that the
+        ArgumentError: unknown task, split, option or state, depth outside of 0 to 1, empty filler, or a length that the
             facts and the question alone exceed.
     """
     if task not in ALL_TASKS:
         guess = get_close_matches(task, ALL_TASKS, 1)
-        raise ValueError(
+        raise ArgumentError(
             f"asked for task {task!r}, but there are {', '.join(ALL_TASKS)}"
             + (f": did you mean {guess[0]!r}?" if guess else ": use one of them")
         )
     if not 0.0 <= depth <= 1.0:
-        raise ValueError(f"asked for depth {depth}, but a depth is a share of the context: give 0.0 to 1.0")
+        raise ArgumentError(f"asked for depth {depth}, but a depth is a share of the context: give 0.0 to 1.0")
     if filler is not None and not filler:
-        raise ValueError("asked for a filler without any sentence: give sentences, or None for the built-in ones")
+        raise ArgumentError("asked for a filler without any sentence: give sentences, or None for the built-in ones")
     rng, size = random_source(task, state, split), count_tokens or len
     if task in LISTS:
         listed = _word_list(task, task_options, rng, length, size)
@@ -151,7 +152,7 @@ def make_document(
     parts = fact.parts or (fact.answer.strip(),)
     document = Document(context, fact.question, fact.answer, task, state, split, depth, meta, parts)
     if size(document.prompt) > length:
-        raise ValueError(
+        raise ArgumentError(
             f"asked for a {task} document of length {length}, but its facts and question alone take "
             f"{size(document.prompt)}: ask for at least that, or for fewer or shorter facts"
         )
@@ -162,7 +163,9 @@ def _plot(task: str, depth: float, options: Mapping[str, object], rng: random.Ra
     try:
         return (TASKS.get(task) or FURTHER[task])(rng, depth, **{**options, **more})
     except TypeError as error:
-        raise ValueError(f"asked for options {dict(options)} of task {task!r}: {error}; see make_document") from error
+        raise ArgumentError(
+            f"asked for options {dict(options)} of task {task!r}: {error}; see make_document"
+        ) from error
 
 
 def _word_list(
@@ -176,7 +179,7 @@ def _word_list(
         try:
             return LISTS[task](rng, count, **options)
         except TypeError as error:
-            raise ValueError(f"asked for options {dict(options)} of task {task!r}: {error}") from error
+            raise ArgumentError(f"asked for options {dict(options)} of task {task!r}: {error}") from error
 
     low = shortest(int(str(options.get("asked", options.get("common", 3)))))
     high = low + 1
@@ -188,7 +191,7 @@ def _word_list(
         low, high = (middle, high) if size(text.context + text.question) <= length else (low, middle)
     found = list_of(low)
     if size(found.context + found.question) > length:
-        raise ValueError(
+        raise ArgumentError(
             f"asked for a {task} document of length {length}, but {low} words and the question alone take "
             f"{size(found.context + found.question)}: ask for at least that"
         )

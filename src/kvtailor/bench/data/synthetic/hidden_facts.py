@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 
 from kvtailor.bench.data.synthetic import words
+from kvtailor.errors import ArgumentError
 
 __all__ = [
     "Fact",
@@ -68,7 +69,7 @@ def multi_value_facts(rng: random.Random, values: int = 4, digits: int = 5) -> l
     After RULER's multi-value needles (arXiv 2404.06654): recall counts the numbers that the continuation contains.
     """
     if values < 1:
-        raise ValueError(f"asked for {values} values under one key: ask for 1 or more")
+        raise ArgumentError(f"asked for {values} values under one key: ask for 1 or more")
     key = words.pair(rng)
     numbers = [number(rng, digits) for _ in range(values)]
     question = f"\nQuestion: What are the special numbers for {key}? Answer: The special numbers for {key} are"
@@ -131,7 +132,9 @@ def character_facts(rng: random.Random) -> list[Fact]:
 def inscription_fact(rng: random.Random, span: int = 12, cue: int = 4) -> Fact:
     """A span of ``span`` words in no order of English; the question repeats ``cue`` of them, the answer is the rest."""
     if not 0 < cue < span:
-        raise ValueError(f"asked for a cue of {cue} words in a span of {span} words: ask for a cue of 1 to {span - 1}")
+        raise ArgumentError(
+            f"asked for a cue of {cue} words in a span of {span} words: ask for a cue of 1 to {span - 1}"
+        )
     chosen = [rng.choice(words.NOUNS) if rng.random() < 0.5 else words.invented(rng) for _ in range(span)]
     cue_text, rest = " ".join(chosen[:cue]), "".join(f" {word}" for word in chosen[cue:])
     stem = f"The inscription reads: {cue_text}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvtailor.bench.data.synthetic import hidden_facts
 from kvtailor.bench.data.synthetic.hidden_facts import Fact
 from kvtailor.bench.data.synthetic.word_lists import LISTS
+from kvtailor.errors import ArgumentError
 
 __all__ = ["ALL_TASKS", "FURTHER", "Plot", "TASKS"]
 
@@ -68,7 +69,7 @@ def _multi_value(rng: random.Random, depth: float, *, values: int = 4, digits: i
 
 def _multi_query(rng: random.Random, depth: float, *, queries: int = 4, distractors: int = 0, digits: int = 5) -> Plot:
     if queries < 1 or distractors < 0:
-        raise ValueError(
+        raise ArgumentError(
             f"asked for {queries} queries and {distractors} distractors: ask for 1 or more queries and 0 or more "
             "distractors"
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvtailor.bench.data.synthetic import words
+from kvtailor.errors import ArgumentError
 
 __all__ = ["LISTS", "WordList", "common_words", "frequent_words", "shortest"]
 
@@ -61,10 +62,10 @@ def common_words(rng: random.Random, count: int, *, common: int = 1, times: int 
     too short for that repeats the common words less often, but at least once more than the others.
 
     Raises:
-        ValueError: ``common``, ``times`` or ``others`` below 1, or ``times`` not above ``others``.
+        ArgumentError: ``common``, ``times`` or ``others`` below 1, or ``times`` not above ``others``.
     """
     if common < 1 or others < 1 or times <= others:
-        raise ValueError(
+        raise ArgumentError(
             f"asked for {common} common words {times} times among words {others} times: ask for at least one common "
             "word, and for it more often than the others"
         )
@@ -88,12 +89,12 @@ def frequent_words(rng: random.Random, count: int, *, asked: int = 3, kinds: int
     from the next.
 
     Raises:
-        ValueError: ``asked`` below 1 or not below ``kinds``, or ``count`` too short to tell them apart.
+        ArgumentError: ``asked`` below 1 or not below ``kinds``, or ``count`` too short to tell them apart.
     """
     if not 0 < asked < kinds:
-        raise ValueError(f"asked for the {asked} most frequent of {kinds} words: ask for 1 to {kinds - 1}")
+        raise ArgumentError(f"asked for the {asked} most frequent of {kinds} words: ask for 1 to {kinds - 1}")
     if count < shortest(asked):
-        raise ValueError(
+        raise ArgumentError(
             f"asked for the {asked} most frequent among {count} words, which are too few to tell them apart: "
             f"ask for {shortest(asked)} words or more"
         )

@@ -41,7 +41,7 @@ def texts(
         left_out: sentences on what could not be read.
 
     Raises:
-        ValueError: no records.
+        ArgumentError: no records.
     """
     summary = summarise(records, margins, left_out)
     made = [(suite, pages) for suite in suites if (pages := suite_pages(suite, records)) is not None]

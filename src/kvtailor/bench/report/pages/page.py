@@ -55,7 +55,7 @@ def page(
         left_out: sentences on what could not be read.
 
     Raises:
-        ValueError: no records.
+        ArgumentError: no records.
     """
     summary = summarise(records, margins, left_out)
     records, _ = of_one_model(records)
