@@ -213,7 +213,8 @@ def test_nothing_outlives_the_walk_but_what_the_ledger_lists(plan: str) -> None:
         model(ids, attention_mask=mask, **hand_cache(cache))
         gc.collect()
         torch.zeros(1)
-    assert count.now <= cache.ledger().total + 64
+    # The ids of the forward are no layer's.
+    assert count.now <= cache.ledger().total + cache.conversation.bytes + 64
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -90,8 +90,10 @@ def test_turn_two_after_beams_is_refused() -> None:
 def test_another_conversation_after_prompt_lookup_is_refused() -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, SNAP)
-    model.generate(REPEATED, **hand_cache(cache), prompt_lookup_num_tokens=4, **GREEDY)
-    assert cache.conversation.columns == 60
+    out = model.generate(REPEATED, **hand_cache(cache), prompt_lookup_num_tokens=4, **GREEDY)
+    # What was drafted and taken back is known no more.
+    assert cache.conversation.columns == cache.seen == 67
+    cache.check_ids(torch.cat([out, prompts((9,), state=2)[0]], 1))
     with pytest.raises(CacheMisuse, match="another conversation"):
         model.generate(prompts((90,), state=99)[0], **hand_cache(cache), **GREEDY)
 

@@ -80,7 +80,7 @@ class Conversation:
 
     @property
     def bytes(self) -> int:
-        """What these notes take on the host, 8 bytes for each token: of no layer, and in no ledger."""
+        """What is kept takes, 8 bytes for each token: of no layer, and in no ledger. Noted ids lie where they came."""
         notes = [ids for _, ids, _ in self.notes]
         return sum(each.untyped_storage().nbytes() for each in (self._trail, self.real, *notes) if each is not None)
 
