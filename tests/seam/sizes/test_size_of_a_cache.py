@@ -32,7 +32,7 @@ def asked(*words: str) -> tuple[dict[str, Any], str]:
 
 
 def test_a_name_and_a_model_give_the_same() -> None:
-    model, _ = kvtailor.load_model("demo")[:2]
+    model, _ = kvtailor.load_model("demo", dtype=torch.bfloat16)[:2]
     plan = "snapkv + kivi(bits=4) @ keep=0.25"
     of_model = kvtailor.cache_size(model, plan, context=1000, batch=2)
     assert of_model == kvtailor.cache_size("demo", plan, context=1000, batch=2)
@@ -110,7 +110,7 @@ def test_a_plan_without_a_budget_has_no_largest_one() -> None:
 
 
 def test_show_prints_what_the_ledger_has() -> None:
-    model, _ = kvtailor.load_model("demo")[:2]
+    model, _ = kvtailor.load_model("demo", dtype=torch.bfloat16)[:2]
     plan = "snapkv + kivi(bits=4) @ keep=0.25"
     found, text = asked(plan, "--model", "demo", "--context", "1000", "--batch", "2")
     ids = torch.randint(5, 1000, (2, 1000), generator=torch.Generator().manual_seed(0))
