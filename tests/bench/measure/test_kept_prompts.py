@@ -256,3 +256,18 @@ def test_an_attention_that_is_not_what_it_says_is_a_fraud() -> None:
     with pytest.raises(Fraud, match="shared prefill: a cache of .* differs .* --share off"):
         FRAUDS["shared prefill"](True)
     assert Louder().shared_pass() is not None
+
+
+def test_prompts_of_a_model_whose_weights_have_changed_are_not_used() -> None:
+    lasting = replace(tiny(state=3), kept=KeptPrompts(lasting=True))
+    given = contestants_of(PLANS[:1]), [perplexity()]
+    run(lasting, *given, bandwidth=False)
+    forwards = lasting.kept.forwards
+    run(lasting, *given, bandwidth=False)
+    assert lasting.kept.forwards == forwards, "they last from one run to the next"
+    with torch.no_grad():
+        lasting.model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    changed = run(lasting, *given, bandwidth=False)
+    assert lasting.kept.forwards > forwards
+    own = run(replace(lasting, kept=None), *given, bandwidth=False, share=False)
+    assert [facts(record) for record in changed] == [facts(record) for record in own]
