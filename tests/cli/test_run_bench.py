@@ -183,3 +183,10 @@ def test_help_does_not_wait_for_torch():
 
 def test_the_positions_left_of_a_model_that_does_not_say_is_unknown():
     assert run._positions_left(SimpleNamespace(positions=None, name="m"), 10**9) is None
+
+
+@pytest.mark.parametrize("plans", ["", "  ", ";", " ; ;"])
+def test_plans_that_are_none_are_refused_before_any_work(plans, monkeypatch):
+    monkeypatch.setattr("kvtailor.bench.subject.Subject.load", None)
+    told = invoke(bench.command, "--plans", plans)
+    assert told.exit_code == 2 and "--plans is empty: give a plan" in " ".join(told.output.split())

@@ -97,7 +97,8 @@ def test_the_hash_is_over_the_files_that_were_read_inside(monkeypatch: pytest.Mo
     [
         ("inverse(of=pyramd)", "there is no method of allocate named 'pyramd'; did you mean 'pyramid'?"),
         ("inverse(of=snapk)", "there is no method of allocate named 'snapk'; "),
-        ("inverse(of=pyramidkv)", "there is no method of allocate named 'pyramidkv'; did you mean 'pyramid'"),
+        ("inverse(of=pyramidkw)", "there is no method of allocate named 'pyramidkw'; did you mean 'pyramid'"),
+        ("inverse(of=pyramidkv)", "inverse: of is the preset pyramidkv, which brings score snapkv("),
         (
             "inverse(of=snapkv)",
             "inverse: of is snapkv, a method of score, but it must be a method of allocate, one of ",
@@ -205,3 +206,34 @@ def test_a_method_that_cannot_be_made_by_its_name_has_examples() -> None:
     assert {kind.__name__ for kind in methods_of(kvtailor.allocate, Allocator) if kind.examples} >= {
         "Inverse", "Shuffled", "Table",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("preset", "method"),
+    [
+        (
+            "sides(keys=turboquant4, values=kivi4)",
+            "sides(keys=hadamard(signs=0, of=gaussian(bits=4)), values=kivi(bits=4))",
+        ),
+        ("by_age(of=[kivi4, kivi2], ages=[512])", "by_age(of=[kivi(bits=4), kivi(bits=2)], ages=[512])"),
+        ("hadamard(of=kivi4)", "hadamard(of=kivi(bits=4))"),
+    ],
+)
+def test_a_preset_of_one_method_stands_for_it(preset: str, method: str) -> None:
+    assert Plan.parse(preset) == Plan.parse(method) and Plan.parse(preset).hash == Plan.parse(method).hash
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("switched(prompt=streamingllm, decoding=h2o) @ tokens=64", "prompt is the preset streamingllm, which brings .*"
+         "score position.*but it must be one method of score"),
+        ("hadamard(of=kivi4(bits=2))", r"is the preset kivi4\(bits=2\), and a preset takes no arguments here: write "
+         r"kivi\(bits=4\)"),
+        ("hadamard(of=snapkv)", "snapkv, a method of score, but it must be"),
+        ("hadamard(of=kivi5)", "no method of encode named 'kivi5'"),
+    ],
+)  # fmt: skip
+def test_a_preset_of_more_is_refused_with_what_to_write(line: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        Plan.parse(line)

@@ -293,3 +293,20 @@ def test_a_session_prefills_a_cache_that_is_given(name: str) -> None:
             s.prefill(more, cache=cache, past_key_values=cache)
         with pytest.raises(ArgumentError, match="cache must be"):
             s.prefill(more, **{name: object()})
+
+
+def test_a_model_in_float64_is_told_once_what_its_decoded_tokens_are() -> None:
+    model = build("llama", dtype=torch.float64)
+    with pytest.warns(UserWarning, match="in float64, and attention that reads a cache of ours is computed in float32"):
+        cache = kvtailor.cache_for(model, "full")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvtailor.cache_for(model, SNAP)
+        kvtailor.cache_for(build("llama"), SNAP)
+    # And it is so.
+    ids, _ = prompts((20,))
+    with torch.no_grad():
+        own = model(ids).logits
+        model(ids[:, :-1], **hand_cache(cache))
+        token = model(ids[:, -1:], **hand_cache(cache)).logits
+    assert 1e-12 < error(token, own[:, -1:]) < ROUNDING

@@ -158,6 +158,10 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     if options["suite"] and given:
         words = ", ".join(OF_ONE_RUN[name] for name in given)
         raise click.UsageError(f"{words} beside --suite: a suite says what runs; leave out one of them.")
+    if options["plans"] and not any(each.strip(" ;") for each in options["plans"]):
+        raise click.UsageError(
+            '--plans is empty: give a plan, such as --plans "snapkv @ keep=0.25", or leave it out to compare a few.'
+        )
     for name, flag in (("tables", "--table"), ("given", "--set"), ("estimate", "--estimate")):
         if options[name] and not options["suite"]:
             raise click.UsageError(f"{flag} without --suite: say which suite.")

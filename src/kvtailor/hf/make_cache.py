@@ -41,6 +41,10 @@ from kvtailor.types.late_checks import LateChecks
 __all__ = ["cache_for", "checked", "gathering_cache", "layer_devices"]
 
 
+# Models in float64 that were told of it.
+_told: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 @check_call
 def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False) -> KvCache:
     """A cache that compresses by a plan, to be handed to the model as `cache`.
@@ -90,6 +94,7 @@ def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False) -> KvCache:
     _equip(cache, model, devices, parsed.needs)
     if share.ranks == 1:
         warn_of_key_bias(model, cache.plan, geometry)
+    _warn_of_double(model)
     cache.lease = switch(model, NAME)
     if isinstance(cache, ReplayedCache):
         cache.forward_lease = lend_forward(model)
@@ -112,6 +117,17 @@ def gathering_cache(model: Any, needs: Needs) -> KvCache:
     _equip(cache, model, devices, replace(needs.of_prompt, rotation=needs.moments))
     cache.engine.gather(needs.of_prompt)
     return cache
+
+
+def _warn_of_double(model: Any) -> None:
+    """Warn once of a model in float64, whose decoded tokens have less."""
+    if getattr(model, "dtype", None) is torch.float64 and model not in _told:
+        _told.add(model)
+        warnings.warn(
+            "this model is in float64, and attention that reads a cache of ours is computed in float32: its "
+            "logits are as exact as those of a float32 model, which takes half the bytes",
+            stacklevel=4,
+        )
 
 
 def checked(model: Any, plan: Plan, geometry: Geometry) -> tuple[list[torch.device], dict[int, Any], HeadShare]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvtailor.errors import KvtailorError, PlanError, suggest
 from kvtailor.method import Method
 from kvtailor.plan import registry
-from kvtailor.plan.grammar import Word, read_line
+from kvtailor.plan.grammar import Word, as_word, read_line
 
 __all__ = [
     "Broken",
@@ -247,6 +247,11 @@ def _methods_in(value: object, hint: object, where: str, faults: list[str]) -> o
     if not stages or not isinstance(value, str | Word) or (isinstance(value, str) and _fits(value, hint)):
         return value
     word = Word(name=value, arguments={}) if isinstance(value, str) else value
+    if not any(word.name in registry.methods(each) for each in registry.stages()) and word.name in registry.presets():
+        inside = _in_preset(word, stages, where, faults)
+        if inside is None:
+            return Broken()
+        word = inside
     stage = next((each for each in stages if word.name in registry.methods(each)), stages[0])
     homes = [each for each in registry.stages() if word.name in registry.methods(each)]
     if homes and stage not in homes:
@@ -254,6 +259,24 @@ def _methods_in(value: object, hint: object, where: str, faults: list[str]) -> o
         faults.append(f"{where} is {word.name}, a method of {homes[0]}, but it must be {wanted}")
         return Broken()
     return load(stage, word.name, word.arguments, faults)
+
+
+def _in_preset(word: Word, stages: Sequence[str], where: str, faults: list[str]) -> Word | None:
+    """The method that a preset inside an argument stands for; None: it is no one method of these stages."""
+    table = registry.presets()[word.name].plan
+    parts = {key: as_word({"method": each} if isinstance(each, str) else each) for key, each in table.items()}
+    brought = ", ".join(f"{key} {each}" for key, each in parts.items())
+    if len(parts) != 1 or not parts.keys() <= set(stages):
+        faults.append(
+            f"{where} is the preset {word.name}, which brings {brought or 'nothing'}, but it must be one method of "
+            f"{' or '.join(stages)}: write that, or the preset beside it"
+        )
+        return None
+    found: Word = next(iter(parts.values()))
+    if word.arguments:
+        faults.append(f"{where} is the preset {word}, and a preset takes no arguments here: write {found} with yours")
+        return None
+    return found
 
 
 def _stages_in(hint: object) -> list[str]:

@@ -24,7 +24,7 @@ _MUST_HAVE = {
     "draft": ("a model of transformers", ("config", "forward")),
     "model": ("a model of transformers", ("config", "forward")),
     "streamer": ("a streamer with put and end", ("put", "end")),
-    "tokenizer": ("the model's tokenizer", ("__call__", "decode")),
+    "tokenizer": ("the model's tokenizer", ("__call__",)),
 }
 _MOST = 2**63
 _ORDER = "the model comes first, then what it reads, and a plan is given by name where something is read"
@@ -101,7 +101,9 @@ def _wanted(parameter: inspect.Parameter, value: object, hint: Any) -> str | Non
         what, names = _MUST_HAVE[parameter.name]
         kinds = [each for each in inner if each is not Any]
         optional = value is None and parameter.default is None
-        if optional or any(_is_of(value, each) for each in kinds) or all(hasattr(value, name) for name in names):
+        # A model may be called too, and is no tokenizer.
+        like = all(hasattr(value, name) for name in names) and ("forward" in names or not hasattr(value, "forward"))
+        if optional or like or any(_is_of(value, each) for each in kinds):
             return None
         return " or ".join([*(spell(each) for each in kinds), what])
     if isinstance(value, int) and not -_MOST <= value < _MOST:

@@ -31,6 +31,7 @@ __all__ = [
     "Line",
     "Value",
     "Word",
+    "as_word",
     "bytes_of",
     "read_line",
     "too_much",
@@ -72,6 +73,16 @@ class Word:
 
     def __str__(self) -> str:
         return self.name + (f"({write_settings(self.arguments)})" if self.arguments else "")
+
+
+def as_word(value: Any) -> Any:
+    """Return a TOML value as a line would give it: a table with `method` is a word."""
+    if isinstance(value, list):
+        return tuple(as_word(each) for each in value)
+    if isinstance(value, Mapping) and isinstance(value.get("method"), str):
+        given = {key: as_word(each) for key, each in value.items() if key != "method"}
+        return Word(name=value["method"], arguments=given)
+    return None if value == "none" else value
 
 
 Value = int | float | str | bool | Word | None | tuple["Value", ...]

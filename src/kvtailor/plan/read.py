@@ -12,7 +12,7 @@ from kvtailor.errors import ArgumentError, KvtailorError, UnknownName, shown, su
 from kvtailor.plan import registry
 from kvtailor.plan.arguments import Broken, load
 from kvtailor.plan.check import BUDGETS, SETTINGS, all_faults
-from kvtailor.plan.grammar import MOST_DEEP, Value, Word, bytes_of, read_line, too_much
+from kvtailor.plan.grammar import MOST_DEEP, Value, Word, as_word, bytes_of, read_line, too_much
 
 __all__ = ["Asked", "line_parts", "toml_parts"]
 
@@ -165,23 +165,13 @@ def _read_table(table: Mapping[str, Any], faults: list[str]) -> tuple[dict[str, 
     words = {}
     for key in registry.stages():
         inside = table.get(key)
-        word = _plain({"method": inside} if isinstance(inside, str) else inside)
+        word = as_word({"method": inside} if isinstance(inside, str) else inside)
         if isinstance(word, Word):
             words[key] = word
         elif key in table:
             faults.append(f'{key} is {inside!r}: write a method\'s name, or a table with method = "name"')
     _check_keys(table, (*registry.stages(), *SETTINGS, "preset"), "key", faults)
     return words, {key: table[key] for key in SETTINGS if key in table}
-
-
-def _plain(value: Any) -> Any:
-    """A TOML value as a line would give it: a table with `method` is a word."""
-    if isinstance(value, list):
-        return tuple(_plain(each) for each in value)
-    if isinstance(value, Mapping) and isinstance(value.get("method"), str):
-        given = {key: _plain(each) for key, each in value.items() if key != "method"}
-        return Word(name=value["method"], arguments=given)
-    return None if value == "none" else value
 
 
 def _unfit(value: Any, depth: int = 0) -> str | None:

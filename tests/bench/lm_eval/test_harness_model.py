@@ -1,5 +1,6 @@
 """`kvtailor` in the lm-evaluation-harness: its own `hf` judges the full plan, `session.score` the others."""
 
+import importlib.util
 import math
 import random
 import sys
@@ -261,8 +262,9 @@ def test_wrong_arguments_are_refused(subject):
         HarnessModel(subject, plans="full")
     with pytest.raises(PlanError):
         model(subject, "snapkv @ keep=2.5")
-    with pytest.raises(KvtailorError, match="batch_size='auto'"):
-        model(subject, batch_size="auto")
+    with pytest.raises(KvtailorError, match="batch_size='many'.*or auto, which is 1"):
+        model(subject, batch_size="many")
+    assert model(subject, batch_size="auto:4").batch_size == 1
     with pytest.raises(KvtailorError, match="chunk=0"):
         model(subject, chunk=0)
     with pytest.raises(KvtailorError, match="num_beams=2"):
@@ -289,3 +291,18 @@ def test_the_command_line_is_the_harness_s_own(data, tmp_path, capsys, monkeypat
     assert '"contexts_compressed": 5' in written.read_text() and '"plan": "snapkv @ keep=0.25"' in written.read_text()
     assert sys.argv == before
     assert get_model("kvtailor") is HarnessModel
+
+
+def test_what_the_command_lacks_is_said(monkeypatch):
+    """accelerate, and the data of a task that is not on this disk."""
+
+    def offline():
+        raise ConnectionError("Couldn't reach 'allenai/ai2_arc' on the Hub (OfflineModeIsEnabled)")
+
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", offline)
+    with pytest.raises(KvtailorError, match="could not read what it needs .*ai2_arc.*give --data FOLDER"):
+        harness.main(["--model", "kvtailor", "--tasks", "arc_easy"])
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "accelerate" else found(name))
+    with pytest.raises(KvtailorError, match="by accelerate, and that is not installed here: pip install"):
+        harness.main(["--model", "kvtailor", "--tasks", "arc_easy"])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import functools
+import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -124,13 +125,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line of lm_eval, with `--model kvtailor` and `--data FOLDER`.
 
     Raises:
-        KvtailorError: lm_eval is not installed, or local data cannot be used.
+        KvtailorError: lm_eval or accelerate is not installed, or data cannot be had.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ours.add_argument("--data", type=Path)
     asked, rest = ours.parse_known_args(given)
     register()
+    if importlib.util.find_spec("accelerate") is None:
+        raise KvtailorError(
+            "asked for the lm-evaluation-harness, which runs models of transformers by accelerate, and that is not "
+            "installed here: pip install 'kvtailor[harness]'"
+        )
     from lm_eval.__main__ import cli_evaluate
 
     with TemporaryDirectory(prefix="kvtailor-") as folder:
@@ -142,6 +148,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.argv = ["lm_eval", *rest]
         try:
             cli_evaluate()
+        except KvtailorError:
+            raise
+        except (OSError, ValueError) as error:
+            # As `datasets` says it where it finds nothing on the disk and the hub does not answer.
+            if isinstance(error, ValueError) and "find cache" not in str(error):
+                raise
+            said = str(error).strip().split("\n", 1)[0]
+            raise KvtailorError(
+                f"the harness could not read what it needs ({type(error).__name__}: {said}): the data of a task that "
+                "is not on this disk comes from the hub; give --data FOLDER with it, or check the connection"
+            ) from error
         finally:
             sys.argv = before
 

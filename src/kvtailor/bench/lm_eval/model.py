@@ -90,7 +90,7 @@ class HarnessModel(HFLM):
             plan: one line, or the path of a TOML file.
             dtype: of the weights, such as "bfloat16"; None or "auto": that of the checkpoint.
             device: such as "cuda:0"; None: the first accelerator if there is one, as `hf` does.
-            batch_size: of `generate_until`; contexts of log-likelihoods are prefilled one at a time.
+            batch_size: of `generate_until`, "auto" is 1; contexts of log-likelihoods are prefilled one at a time.
             max_batch_size: for the harness, which always gives it; has no effect.
             chunk: see the class.
             outside: see the class.
@@ -107,10 +107,16 @@ class HarnessModel(HFLM):
                     "(a plan with a comma outside of brackets needs quotes inside --model_args: "
                     "plan='snapkv @ keep=0.25, slack=0.1')"
                 )
+        if str(batch_size).startswith("auto"):
+            # The harness would look for the largest, by forwards that read no cache of ours.
+            logging.getLogger("lm_eval.kvtailor").warning("batch_size=%s is 1 here: give a number for more", batch_size)
+            batch_size = 1
         try:
             batch = int(batch_size or 1)
         except ValueError as error:
-            raise KvtailorError(f"asked for batch_size={batch_size!r}: 'kvtailor' takes a number") from error
+            raise KvtailorError(
+                f"asked for batch_size={batch_size!r}: 'kvtailor' takes a number, or auto, which is 1"
+            ) from error
         if (chunk is not None and chunk < 1) or outside < 0:
             raise KvtailorError(f"asked for chunk={chunk}, outside={outside}: give at least 1 and 0 tokens")
         contestant = plan if isinstance(plan, Contestant) else Contestant.named(plan)

@@ -58,7 +58,7 @@ class Centred(Around, Codec):
 
     examples: ClassVar[tuple[str, ...]] = (
         "centred(of=vector(bits=4, block_size=32))",
-        "centred(of=hadamard(of=gaussian(bits=4)))",
+        "centred(of=hadamard(of=gaussian))",
     )
     _offset: KeyOffset | None = field(init=False, repr=False, compare=False, default=None)
     splits_heads: ClassVar[bool] = True
