@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -55,6 +56,9 @@ __all__ = ["command", "executor_of"]
 
 # Records tell their beginning to the millisecond.
 _TICK = timedelta(milliseconds=1)
+
+_MANY_BUDGETS = 20
+"""Plans of a suite whose budgets take longer than a moment to find."""
 
 DEFAULT_PLANS = (FULL, "streaming @ keep=0.25", "snapkv @ keep=0.25", "snapkv + adakv @ keep=0.25", "kivi(bits=4)")
 OF_ONE_RUN = {
@@ -279,11 +283,18 @@ def _suite(
     with console.status(f"preparing {suite.name}"):
         before = known_before(kept, subject.name) if kept is not None and not options["again"] else {}
         suite, differing = fit_settings(suite, subject, settings_of_lines(options["given"]))
+        count = len([text for text in suite.shares_of(subject.name) if text not in before])
+        if count >= _MANY_BUDGETS:
+            console.print(
+                f"first the budgets of {count} plans are computed, so that all have the same bytes: a minute or two",
+                style="dim",
+                markup=False,
+            )
         suite = fit_shares(suite, subject, before)
         prepared = prepare(suite, subject, data=options["data"], only=options["tables"])
     for sentence in differing:
         console.print(f"set for {subject.name}: {sentence}", style="dim", markup=False)
-    for sentence in prepared.unavailable:
+    for sentence in _by_reason(prepared.unavailable):
         console.print(f"not to be had here: {sentence}", style="yellow", markup=False)
     if kept is not None:
         # Beside the records and before them, so that the pages can be made from this folder alone, whatever happens.
@@ -314,6 +325,23 @@ def _suite(
         "unavailable": list(prepared.unavailable),
         "pages": asdict(pages) if pages is not None else None,
     }
+
+
+def _by_reason(sentences: Sequence[str]) -> list[str]:
+    """Return sentences of a subject and a reason, each reason once: the first subject, and how many more it is true of.
+
+    The name that a reason quotes first is of its own subject, such as that of a set of data.
+    """
+    found: dict[str, list[str]] = {}
+    for sentence in sentences:
+        _, _, reason = sentence.partition("): ") if "): " in sentence else sentence.partition(": ")
+        quoted = re.search(r"'([^']+)'", reason)
+        found.setdefault(re.sub(rf"\b{re.escape(quoted[1])}\b", "", reason) if quoted else reason, []).append(sentence)
+    told = []
+    for same in found.values():
+        first, more = same[0], len(same) - 1
+        told.append(first if not more else f"{first} (and {more} more, for the same reason)")
+    return told
 
 
 def _list_suites() -> None:

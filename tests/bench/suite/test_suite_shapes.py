@@ -51,6 +51,26 @@ rows = [
 """
 
 
+DRAFTED = """
+title = "Drafted"
+[settings.default]
+draft = "nobody/nowhere"
+[tasks.spec]
+run = "speculation"
+text = "generated"
+context = 64
+tokens = 4
+rounds = 1
+draft = "{draft}"
+[[tables]]
+name = "speed"
+title = "Speed"
+labels = ["Method"]
+columns = [{ label = "x", task = "spec", value = "metrics.speed_up" }]
+rows = [{ Method = "full", plan = "full" }]
+"""
+
+
 @cache
 def model():
     tokenizer = Subject.load("demo").tokenizer
@@ -172,3 +192,36 @@ def test_set_is_an_option_of_the_command(small, tmp_path):
     assert read_suite(tmp_path / "out" / "suites" / "small.toml").settings_of("demo")["keep"] == 0.75
     refused = CliRunner().invoke(bench.command, ["--set", "keep=0.75"])
     assert refused.exit_code and "--set without --suite" in refused.output
+
+
+@pytest.mark.parametrize(("draft", "said"), [("nobody/nowhere", "nobody/nowhere"), ("small", "has 99 tokens")])
+def test_a_draft_model_that_cannot_draft_is_named_before_the_first_cell(draft, said, tmp_path, monkeypatch):
+    path = tmp_path / "drafted.toml"
+    path.write_text(DRAFTED, encoding="utf-8")
+    small = build("llama").config
+    small.vocab_size = 99
+
+    def config_of(name):
+        if name == "small":
+            return small
+        raise KvtailorError(f"asked for model {name!r}, which is not on this disk")
+
+    monkeypatch.setattr("kvtailor.bench.suite.run.config_of", config_of)
+    suite, _ = fit_settings(read_suite(str(path)), model(), {"draft": draft})
+    prepared = prepare(suite, model())
+    [why] = prepared.unavailable
+    assert said in why and "--set draft=NAME" in why
+    # No step of it runs, and its record says why.
+    steps: list[str] = []
+    [record] = prepared.run(advance=steps.append, bandwidth=False)
+    assert said in str(record.error) and not steps
+
+
+def test_reasons_are_said_once():
+    sets = [f"longcontext(subset={name}): asked for the set '{name}' of longbench, not there" for name in "abc"]
+    plans = [f"kvplugin(rank={rank}): lowrank: no file is named" for rank in (8, 16)]
+    assert bench._by_reason([*sets, *plans, "x: alone"]) == [
+        f"{sets[0]} (and 2 more, for the same reason)",
+        f"{plans[0]} (and 1 more, for the same reason)",
+        "x: alone",
+    ]

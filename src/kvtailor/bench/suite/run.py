@@ -19,6 +19,7 @@ from kvtailor.bench.suite.cells import Asked
 from kvtailor.bench.suite.suite import Suite, SuiteError
 from kvtailor.bench.tasks.contract import Task
 from kvtailor.errors import KvtailorError, suggest
+from kvtailor.hf.model.config import config_of
 from kvtailor.presets import FULL
 
 __all__ = ["Prepared", "prepare"]
@@ -130,15 +131,19 @@ def _plans_of(suite: Suite, model: str, only: Sequence[str], faults: list[str]) 
 
 def _fitting(contestant: Contestant, subject: Subject) -> Contestant:
     """The contestant, `unfit` where an empty cache of it says that this model cannot have it."""
-    model = subject.model
-    real = hasattr(model, "parameters") and all(each.device.type != "meta" for each in model.parameters())
-    if not real or contestant.missing or contestant.plan is None or subject.make_cache is not None:
+    if not _is_loaded(subject) or contestant.missing or contestant.plan is None or subject.make_cache is not None:
         return contestant
     try:
         subject.new_cache(contestant)
     except KvtailorError as error:
         return replace(contestant, unfit=str(error))
     return contestant
+
+
+def _is_loaded(subject: Subject) -> bool:
+    """Whether there is a model with its weights, and not only the shapes of one."""
+    model = subject.model
+    return hasattr(model, "parameters") and all(each.device.type != "meta" for each in model.parameters())
 
 
 def _each_once(contestants: Iterable[Contestant]) -> tuple[Contestant, ...]:
@@ -160,4 +165,23 @@ def _made(asked: Asked, subject: Subject, data: Path | None) -> tuple[Task | Non
         raise
     except KvtailorError as error:
         return None, str(error)
-    return task, None
+    why = _draft_misfit(getattr(task, "draft", None), subject)
+    return (task, None) if why is None else (None, why)
+
+
+def _draft_misfit(draft: object, subject: Subject) -> str | None:
+    """Return why a draft model cannot draft for this one, as its configuration tells; None where it can."""
+    if not isinstance(draft, str) or not _is_loaded(subject):
+        return None
+    try:
+        theirs = config_of(draft).get_text_config(decoder=True).vocab_size
+    except KvtailorError as error:
+        return f"{error}. --set draft=NAME names another draft model"
+    config: Any = getattr(subject.model, "config", None)
+    ours = config.get_text_config(decoder=True).vocab_size if hasattr(config, "get_text_config") else theirs
+    if ours == theirs:
+        return None
+    return (
+        f"the draft model {draft} has {theirs} tokens in its vocabulary and {subject.name} has {ours}: --set "
+        "draft=NAME names one with the same tokenizer"
+    )

@@ -30,8 +30,9 @@ def largest_tokens(
 ) -> int | None:
     """Return the largest budget `tokens=` for which the whole cache surely fits, at most `context`.
 
-    It is found by bisection over the upper bound of `forecast_size`. Where heads are stored in pages that bound has
-    small steps down, and a budget a few tokens above the result may fit as well.
+    It is found between bounds, one that fits and one that does not, over the upper bound of `forecast_size`. Where
+    heads are stored in pages that bound has small steps down, and a budget a few tokens above the result may fit as
+    well.
 
     Args:
         plan: that evicts; its own budget is replaced.
@@ -55,19 +56,29 @@ def largest_tokens(
 
     stored: dict[Any, SegmentBytes] = {} if known is None else known
 
-    def fits(tokens: int) -> bool:
-        size = _with_tokens(plan, geometry, tokens, context, batch, element_size, new_tokens, stored)
-        return size.high <= memory
+    def bytes_of(tokens: int) -> int:
+        return _with_tokens(plan, geometry, tokens, context, batch, element_size, new_tokens, stored).high
 
-    if not fits(1):
+    below = bytes_of(1)
+    if below > memory:
         # All tokens may take less than one fewer, whose columns are stored; one token never takes more than that.
         return None
-    if fits(context):
+    above = bytes_of(context)
+    if above <= memory:
         return context
     low, high = 1, context
+    guesses = 0
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        # Bytes grow with the budget, and nearly in a line, but for a whole page and where nothing is dropped: of three
+        # guesses two lie where the line meets the memory, just below and just above, and one halves what is between.
+        guess = low + (memory - below) * (high - low) // max(1, above - below)
+        guess = (guess, guess + 1, (low + high) // 2)[guesses % 3]
+        guess, guesses = min(max(guess, low + 1), high - 1), guesses + 1
+        size = bytes_of(guess)
+        if size <= memory:
+            low, below = guess, size
+        else:
+            high, above = guess, size
     return low
 
 
