@@ -152,3 +152,18 @@ def test_every_preset_cites_a_key_of_the_bibliography() -> None:
     known = set(re.findall(r"@\w+\{(\w+),", (REPOSITORY / "docs" / "papers.bib").read_text(encoding="utf-8")))
     cited = {preset.paper.split(",")[0].split()[0] for preset in registry.presets().values() if preset.paper}
     assert cited and cited - known == set()
+
+
+def test_tensors_of_floats_name_their_dtype() -> None:
+    """torch's default dtype is the user's own, and kernels take float32 by address: no tensor of ours may follow it."""
+    made = {"empty", "zeros", "ones", "eye", "rand", "randn", "linspace"}
+    silent = [
+        f"{of_file(path)}:{node.lineno}"
+        for path in SOURCES
+        if path.relative_to(ROOT).parts[0] not in {"bench", "cli", "demo"}
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {f"torch.{name}" for name in made}
+        and not {"dtype", "out"} & {word.arg for word in node.keywords}
+    ]
+    assert silent == []

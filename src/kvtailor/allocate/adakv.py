@@ -58,10 +58,10 @@ class AdaKV(Allocator):
         rows, _, heads = request.capacity.shape
         low, high = request.floor.sum(-1), request.capacity.sum(-1)
         absent = None if request.row_tokens is None else request.row_tokens * heads
-        weights = torch.ones(rows, request.num_layers)
+        weights = torch.ones(rows, request.num_layers, dtype=torch.float32)
         of_layer = layer_shares(weights, request.total, low, high, request.layers, absent)
         sure = ((of_layer - low).double() * self.floor).to(torch.int64) + low
-        least = apportion(torch.ones(heads), sure, request.floor, request.capacity)
+        least = apportion(torch.ones(heads, dtype=torch.float32), sure, request.floor, request.capacity)
         counts = [pooled_counts(scores, least[:, i], of_layer[:, i]) for i, scores in enumerate(every)]
         return torch.stack(counts, dim=1)
 

@@ -123,7 +123,7 @@ class Duo(CalibratedMethod, Allocator):
         cls, *, layers: int, heads: int, group: int, size: int, generator: torch.Generator
     ) -> dict[str, Tensor]:
         """Gates (layers, heads) from 0 to 1."""
-        return {"gates": torch.rand(layers, heads, generator=generator)}
+        return {"gates": torch.rand(layers, heads, generator=generator, dtype=torch.float32)}
 
     def _gates(self, request: BudgetRequest) -> Tensor:
         """(L, h) float64 on the CPU."""
@@ -141,7 +141,7 @@ class Duo(CalibratedMethod, Allocator):
         """(b, L, h) the budgets of all heads of all layers, from bounds (b, L, h)."""
         shape, floor, high = high.shape, floor.flatten(1), high.flatten(1)
         sure = torch.maximum(floor, high.clamp_max(self.streaming))
-        low = apportion(torch.ones(floor.shape[-1]), total, floor, sure)
+        low = apportion(torch.ones(floor.shape[-1], dtype=torch.float32), total, floor, sure)
         levels, level = gates.flatten().neg().unique(return_inverse=True)
         wanted = torch.zeros(len(low), len(levels), dtype=torch.int64).index_add_(1, level, high - low)
         # Levels, the highest gate first, that are full before the budget is spent; the next one gets what is left.

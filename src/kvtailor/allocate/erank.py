@@ -148,7 +148,7 @@ class Erank(CalibratedMethod, Allocator):
         cls, *, layers: int, heads: int, group: int, size: int, generator: torch.Generator
     ) -> dict[str, Tensor]:
         """Ranks (layers,) from 1 up."""
-        return {"erank": 1 + 99 * torch.rand(layers, generator=generator)}
+        return {"erank": 1 + 99 * torch.rand(layers, generator=generator, dtype=torch.float32)}
 
     def _ranks(self, request: BudgetRequest) -> Tensor:
         """(b, l) of all layers."""

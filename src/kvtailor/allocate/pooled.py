@@ -57,7 +57,7 @@ class Pooled(Allocator):
         low, high = request.floor.flatten(1), request.capacity.flatten(1)
         total = request.total.clamp(low.sum(-1), high.sum(-1))
         sure = ((total - low.sum(-1)).double() * self.floor).to(torch.int64) + low.sum(-1)
-        least = apportion(torch.ones(low.shape[-1]), sure, low, high)
+        least = apportion(torch.ones(low.shape[-1], dtype=torch.float32), sure, low, high)
         longest = max(scores.shape[-1] for scores in every)
         lanes = [F.pad(scores, (0, longest - scores.shape[-1]), value=-torch.inf) for scores in every]
         return pooled_counts(torch.cat(lanes, dim=1), least, total).view(request.capacity.shape)

@@ -37,7 +37,7 @@ class Uniform(Allocator):
 
     def allocate(self, request: BudgetRequest) -> Tensor:
         """(b, l, h) int64 on the CPU."""
-        weights = torch.ones(request.capacity.shape[0], request.num_layers)
+        weights = torch.ones(request.capacity.shape[0], request.num_layers, dtype=torch.float32)
         return even_shares(weights, request.total, request.floor, request.capacity, request.layers, request.row_tokens)
 
     def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int:

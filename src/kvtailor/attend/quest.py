@@ -155,7 +155,7 @@ class Quest(Attention):
                 lanes.append(lanes_of(part.layout, part.view(), seen))
                 # What has no pages is read whole: an owner's tokens of it are the slots that its one query sees.
                 shape = (part.layout.lanes, 1, part.layout.size)
-                each = torch.ones(shape, device=device) if seen is None else seen.expand(shape)
+                each = torch.ones(shape, device=device, dtype=torch.float32) if seen is None else seen.expand(shape)
                 count = count.index_add(0, part.layout.owners(device), each.sum((1, 2)).to(torch.int64))
         read = read_lanes(query, heads, lanes, scaling, found=found, softmax=softmax)
         return Attended(output=read.output, lse=read.lse, tokens_read=count.view(b, heads))

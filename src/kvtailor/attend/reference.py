@@ -42,13 +42,13 @@ class Reference(Attention):
         group = q // h
         states = [part.decode() for part in parts]
         weights_of = [part.view().log_weight for part in parts]
-        zeros = [torch.zeros(keys.shape[:2], device=device) for keys, _ in states]
+        zeros = [torch.zeros(keys.shape[:2], device=device, dtype=torch.float32) for keys, _ in states]
         extra = [z if w is None else w for z, w in zip(zeros, weights_of, strict=True)]
         width = states[0][1].shape[-1]
         output = query.new_zeros((b, q, t, width))
-        lse = torch.full((b, q, t), -torch.inf, device=device)
-        mass = [torch.zeros(keys.shape[:2], device=device) for keys, _ in states]
-        real = torch.ones((b, t), device=device) if real_queries is None else real_queries.to(lse)
+        lse = torch.full((b, q, t), -torch.inf, device=device, dtype=torch.float32)
+        mass = [torch.zeros(keys.shape[:2], device=device, dtype=torch.float32) for keys, _ in states]
+        real = torch.ones((b, t), device=device, dtype=torch.float32) if real_queries is None else real_queries.to(lse)
         for row in range(b):
             for head in range(h):
                 mine = [_slots_of(part, row * h + head, device) for part in parts]

@@ -154,7 +154,7 @@ def _of_layer(states: LayerStates, cut: int, future: int, scorer: ATSKV) -> tupl
     features, mass = [], []
     for head in range(states.keys.shape[0]):
         features.append(scorer.features(held, 0, head)[candidates].half().cpu())
-        total = torch.zeros(cut, device=states.keys.device)
+        total = torch.zeros(cut, device=states.keys.device, dtype=torch.float32)
         for first in range(cut, end, _BLOCK):
             last = min(first + _BLOCK, end)
             total += states.attention(head, first, last)[..., :cut].mean(0).sum(0)

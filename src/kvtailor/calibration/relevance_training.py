@@ -45,9 +45,14 @@ def train(
     layers, heads, _, features = examples[0].features.shape
     middle, scale = _moments(examples)
     generator = torch.Generator().manual_seed(state)
-    hidden = torch.randn(layers, heads, features, HIDDEN, generator=generator) * features**-0.5
-    out = torch.randn(layers, heads, HIDDEN, generator=generator) * HIDDEN**-0.5
-    learned = [hidden, torch.zeros(layers, heads, HIDDEN), out, torch.zeros(layers, heads)]
+    hidden = torch.randn(layers, heads, features, HIDDEN, generator=generator, dtype=torch.float32) * features**-0.5
+    out = torch.randn(layers, heads, HIDDEN, generator=generator, dtype=torch.float32) * HIDDEN**-0.5
+    learned = [
+        hidden,
+        torch.zeros(layers, heads, HIDDEN, dtype=torch.float32),
+        out,
+        torch.zeros(layers, heads, dtype=torch.float32),
+    ]
     for tensor in learned:
         tensor.requires_grad_()
 

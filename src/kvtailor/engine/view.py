@@ -65,7 +65,7 @@ def view_held(
     weights = [log_weight_of(part) for part in parts]
     log_weight = None
     if any(weight is not None for weight in weights):
-        each = [torch.zeros(p.layout.lanes, p.layout.size, device=device) for p in parts]
+        each = [torch.zeros(p.layout.lanes, p.layout.size, device=device, dtype=torch.float32) for p in parts]
         each = [zeros if weight is None else weight for zeros, weight in zip(each, weights, strict=True)]
         log_weight = _padded(parts, slots, each, b * h, longest, 0.0).view(b, h, -1)
     held = Held(
@@ -147,7 +147,7 @@ def _with_memories(held: Held, state: LayerState, needs: Needs) -> Held:
     if needs.previous:
         b, h, n = held.positions.shape
         shape = (b, h, needs.notes, n) if needs.notes else (b, h, n)
-        previous = torch.full(shape, float("nan"), device=held.positions.device)
+        previous = torch.full(shape, float("nan"), device=held.positions.device, dtype=torch.float32)
         if state.observed.scored is not None and state.observed.scored_columns is not None:
             previous = held.looked_back(state.observed.scored_columns, state.observed.scored)
         held = replace(held, previous=previous)

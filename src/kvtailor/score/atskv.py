@@ -168,5 +168,5 @@ class ATSKV(CalibratedMethod, Scorer):
     ) -> dict[str, Tensor]:
         """Networks: hidden (layers, heads, 10, 32) and its bias, out (layers, heads, 32) and its bias."""
         shapes = ((_FEATURES, _HIDDEN), (_HIDDEN,), (_HIDDEN,), ())
-        drawn = (torch.randn(layers, heads, *shape, generator=generator) * 0.3 for shape in shapes)
+        drawn = (torch.randn(layers, heads, *shape, generator=generator, dtype=torch.float32) * 0.3 for shape in shapes)
         return dict(zip(cls.per_head, drawn, strict=True))

@@ -140,7 +140,7 @@ class Critical(Scorer):
         heads = held.keys.shape[1]
         group = held.output.shape[0] // heads
         rows, tokens = held.values.shape[0], held.values.shape[2]
-        norms = torch.zeros((rows, tokens), device=held.values.device)
+        norms = torch.zeros((rows, tokens), device=held.values.device, dtype=torch.float32)
         step = max(1, _BLOCK // (rows * held.output.shape[-1]))
         for query_head in range(head * group, (head + 1) * group):
             weight = held.output[query_head].float()

@@ -108,7 +108,7 @@ class Expected(CalibratedMethod, Scorer):
         cls, *, layers: int, heads: int, group: int, size: int, generator: torch.Generator
     ) -> dict[str, Tensor]:
         """Mean (layers, heads, group, d) and covariance (layers, heads, group, d, d) of random queries."""
-        queries = torch.randn(layers, heads, group, 2 * size, size, generator=generator)
+        queries = torch.randn(layers, heads, group, 2 * size, size, generator=generator, dtype=torch.float32)
         apart = queries - queries.mean(-2, keepdim=True)
         return {"query_mean": queries.mean(-2), "query_spread": apart.mT @ apart / (2 * size)}
 
@@ -151,7 +151,7 @@ class Expected(CalibratedMethod, Scorer):
         """(b, n) float32 expected attention of a kv head among its `weighed` tokens, averaged over its query heads."""
         group = mean.shape[1] // held.keys.shape[1]
         keys = held.keys[:, head].float()
-        total = torch.zeros(keys.shape[:2], device=keys.device)
+        total = torch.zeros(keys.shape[:2], device=keys.device, dtype=torch.float32)
         for query_head in range(head * group, (head + 1) * group):
             logits = held.scaling * (keys @ mean[:, query_head, :, None])[..., 0]
             if spread is not None:

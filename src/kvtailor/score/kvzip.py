@@ -94,8 +94,8 @@ class KVzip(Scorer):
             )
         age = held.positions - held.first[:, None, None]
         newest = (held.seen - held.first)[:, None, None]
-        score = torch.where(held.reconstruction < 0, 2.0 + age, held.reconstruction)
-        return torch.where(age < self.sinks, 2.0 + newest + self.sinks - age, score).float()
+        score = torch.where(held.reconstruction < 0, (2 + age).float(), held.reconstruction)
+        return torch.where(age < self.sinks, (2 + newest + self.sinks - age).float(), score).float()
 
     def attention_scale(self, held: Held, *, group: int) -> Tensor:
         """(b,) ones: the score of a token of the context is one probability, the highest."""

@@ -107,7 +107,7 @@ def _entropy(shares: Tensor, count: Tensor) -> Tensor:
     """(b, h, r) from 0 to 1: entropy of numbers (b, h, r, c) as shares of their sum, over log `count`; 0 of one."""
     shares = shares / (shares.sum(-1, keepdim=True) + _EPSILON)
     found = -(shares * (shares + _EPSILON).log()).sum(-1)
-    return torch.where(count > 1, (found / count.clamp(min=2).log()).clamp(0.0, 1.0), 0.0)
+    return torch.where(count > 1, (found / count.clamp(min=2).float().log()).clamp(0.0, 1.0), 0.0)
 
 
 def _median(numbers: Tensor, there: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class PickedChannels(Coordinates):
 
     def __post_init__(self) -> None:
         heads, count = self.channels.shape
-        object.__setattr__(self, "matrix", torch.empty((heads, self.size, count), device="meta"))
+        object.__setattr__(self, "matrix", torch.empty((heads, self.size, count), device="meta", dtype=torch.float32))
 
     def _there(self, states: Tensor) -> Tensor:
         return states.gather(-1, self._places(states))

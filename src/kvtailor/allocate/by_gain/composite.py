@@ -67,7 +67,9 @@ class Composite(Allocator):
         low, high = request.floor.amax(-1), request.capacity.amax(-1)
         total = torch.minimum(torch.maximum(request.total // heads, low.sum(-1)), high.sum(-1))
         wanted = torch.maximum(low, high.clamp_max(self.sure))
-        least = apportion(torch.ones(len(layers)), torch.minimum(total, wanted.sum(-1)), low, wanted)
+        least = apportion(
+            torch.ones(len(layers), dtype=torch.float32), torch.minimum(total, wanted.sum(-1)), low, wanted
+        )
         counts = pooled_counts(self._composites(every), least, total)
         return even_shares(counts.double(), request.total, request.floor, request.capacity, layers)
 

@@ -73,7 +73,7 @@ class LUKV(CalibratedMethod, Allocator):
         cls, *, layers: int, heads: int, group: int, size: int, generator: torch.Generator
     ) -> dict[str, Tensor]:
         """A profile (layers, heads, 99) of heads that differ, each from 0 to 1 and never falling."""
-        power = torch.rand(layers, heads, 1, generator=generator) + 0.5
+        power = torch.rand(layers, heads, 1, generator=generator, dtype=torch.float32) + 0.5
         return {"pruned": (torch.arange(1, RATIOS + 1) / (RATIOS + 1)) ** power}
 
 

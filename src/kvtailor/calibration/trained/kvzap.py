@@ -82,9 +82,9 @@ def _begun(shape: torch.Size, hidden: int, state: int) -> Networks:
     layers, heads, _, read = shape
     generator = torch.Generator().manual_seed(state)
     return {
-        "zap_hidden": torch.randn(layers, heads, read, hidden, generator=generator) * read**-0.5,
-        "zap_hidden_bias": torch.zeros(layers, heads, hidden),
-        "zap_out": torch.randn(layers, heads, hidden, generator=generator) * hidden**-0.5,
+        "zap_hidden": torch.randn(layers, heads, read, hidden, generator=generator, dtype=torch.float32) * read**-0.5,
+        "zap_hidden_bias": torch.zeros(layers, heads, hidden, dtype=torch.float32),
+        "zap_out": torch.randn(layers, heads, hidden, generator=generator, dtype=torch.float32) * hidden**-0.5,
     }
 
 

@@ -236,8 +236,8 @@ class Kvtc(ByGroups, Projecting, CalibratedMethod, Codec):
         for side, width in (("keys", size), ("unrotated", size), ("values", value_size)):
             each = []
             for _ in range(layers):
-                states = torch.randn(heads, 4 * heads * width, width, generator=generator)
-                states = states * torch.linspace(0.2, 3, width) + 0.5
+                states = torch.randn(heads, 4 * heads * width, width, generator=generator, dtype=torch.float32)
+                states = states * torch.linspace(0.2, 3, width, dtype=torch.float32) + 0.5
                 wide = states.double().transpose(0, 1).flatten(1)
                 parts = principal_parts(wide.mT @ wide, states.double().sum(1), wide.shape[0])
                 each.append({**parts, **part_distortions(states, parts, 64)})
@@ -332,8 +332,12 @@ def _drawn(groups: int, joined: int, width: int, state: int) -> Components:
     """Random directions, each as good as the others, of which each bit takes three quarters of the squared error."""
     drawn = random_directions(groups, joined, width, width, state, shared=False)
     with torch.inference_mode(False):
-        errors = torch.tensor([[count * 4.0**-bits for bits in range(MOST_BITS + 1)] for count in unit_sizes(width)])
-        return Components(mean=torch.zeros(groups, width), directions=drawn.directions, distortion=errors)
+        errors = torch.tensor(
+            [[count * 4.0**-bits for bits in range(MOST_BITS + 1)] for count in unit_sizes(width)], dtype=torch.float32
+        )
+        return Components(
+            mean=torch.zeros(groups, width, dtype=torch.float32), directions=drawn.directions, distortion=errors
+        )
 
 
 def _kept(bits: tuple[int, ...], width: int) -> tuple[str, int]:

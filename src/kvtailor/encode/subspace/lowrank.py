@@ -203,13 +203,14 @@ class LowRank(Projecting, CalibratedMethod, Codec):
     ) -> dict[str, Tensor]:
         """Moments of random states, and random weights."""
         found: dict[str, Tensor] = {
-            f"fisher_{side}": torch.rand(layers, generator=generator) for side in ("keys", "values")
+            f"fisher_{side}": torch.rand(layers, generator=generator, dtype=torch.float32)
+            for side in ("keys", "values")
         }
         for side in ("keys", "unrotated", "values"):
             each = []
             for _ in range(layers):
                 states = torch.randn(4 * heads * size, heads * size, generator=generator, dtype=torch.float64)
-                states = states * torch.linspace(0.2, 3, heads * size) + 0.5
+                states = states * torch.linspace(0.2, 3, heads * size, dtype=torch.float32) + 0.5
                 each.append(Moments.of(states.mT @ states, states.sum(0).view(heads, size), states.shape[0]))
             for name in ("mean", "deviation", "correlation"):
                 found[f"{side}_{name}"] = torch.stack([getattr(moments, name) for moments in each])

@@ -78,7 +78,9 @@ class ReconstructionPass:
             state.observed.repeat(query, self.real.to(query.device), self.queries)
         if state.observed.reconstruction is None:
             state.observed.reconstruction = torch.zeros(
-                (state.rows, state.heads, state.stored.seen), device=query.device
+                (state.rows, state.heads, state.stored.seen),
+                device=query.device,
+                dtype=torch.float32,
             )
         seen, asked = (keys, query) if latents is None else (joined(keys, values)[0], latents.absorbed(query))
         for row, columns in enumerate(self.columns):
@@ -138,7 +140,7 @@ class ReconstructionPass:
         own = torch.arange(keys.shape[1] - new, keys.shape[1], device=device)
         shared = keys[:, torch.cat([before, own])].float().transpose(1, 2)
         grouped, real = query.unflatten(0, (heads, -1)), self.real[row].to(device)
-        best = torch.full((heads, grouped.shape[1], piece.numel()), -torch.inf, device=device)
+        best = torch.full((heads, grouped.shape[1], piece.numel()), -torch.inf, device=device, dtype=torch.float32)
         step = max(1, _SCRATCH // (query.shape[0] * shared.shape[-1]))
         for first in range(0, new, step):
             some = grouped[:, :, first : first + step].float() * scaling

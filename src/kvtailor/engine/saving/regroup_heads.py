@@ -183,7 +183,7 @@ def _slots(segment: PlainSegment, slots: slice) -> PlainSegment:
 
 
 def _nothing(state: LayerState, heads: int) -> PlainSegment:
-    empty = torch.zeros((state.rows * heads, 0, 1))
+    empty = torch.zeros((state.rows * heads, 0, 1), dtype=torch.float32)
     return PlainSegment(layout=Layout(rows=state.rows, heads=heads, size=0, start=0), keys=empty, values=empty)
 
 

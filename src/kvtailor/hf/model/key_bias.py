@@ -223,7 +223,9 @@ def _asked_offset(
     if found is None or not found[0].any():
         return None
     constant, positions = found[0].clone(), torch.tensor([0, 1, 7])
-    there = _keys_of(model, module, kind, torch.zeros(3, _width(module) or 0), positions, normed=False)
+    there = _keys_of(
+        model, module, kind, torch.zeros(3, _width(module) or 0, dtype=torch.float32), positions, normed=False
+    )
     if there is None:
         return None
     near = 16 * torch.finfo(_like(module).dtype).eps * float(constant.abs().max())
@@ -247,7 +249,7 @@ def _constant_and_spread(model: Any, module: nn.Module, kind: str | None) -> tup
     width = _width(module)
     if width is None:
         return None
-    inputs = torch.randn(_PAIRS, width, generator=torch.Generator().manual_seed(0))
+    inputs = torch.randn(_PAIRS, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     positions = torch.zeros(1 + 2 * _PAIRS, dtype=torch.int64)
     keys = _keys_of(model, module, kind, inputs, positions, normed=True)
     if keys is None or not bool(keys.isfinite().all()):

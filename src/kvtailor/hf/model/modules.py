@@ -213,7 +213,12 @@ def _turns(module: torch.nn.Module, cos: Tensor, sin: Tensor, name: str) -> Tens
     said = []
     try:
         width = getattr(config, "hidden_size", like.shape[-1])
-        hidden = torch.linspace(-9, 9, tokens * width, device=cos.device).sin().mul(4).view(1, tokens, width)
+        hidden = (
+            torch.linspace(-9, 9, tokens * width, device=cos.device, dtype=torch.float32)
+            .sin()
+            .mul(4)
+            .view(1, tokens, width)
+        )
         for pair in ((cos, sin), (sin, cos)):
             angles = tuple(each[None].to(like.dtype) for each in pair)
             output = module.forward(hidden.to(like.dtype), position_embeddings=angles, **given)
@@ -289,7 +294,7 @@ def _agrees(rotation: Rotation, module: torch.nn.Module, cos: Tensor, sin: Tenso
     own = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     if own is None:
         return False
-    states = torch.linspace(-1, 1, 8 * head_dim, device=cos.device).sin().view(1, 1, 8, head_dim)
+    states = torch.linspace(-1, 1, 8 * head_dim, device=cos.device, dtype=torch.float32).sin().view(1, 1, 8, head_dim)
     factor = float((cos[0] ** 2 + sin[0] ** 2).mean().sqrt())
     expected = turn(states, torch.arange(8, device=cos.device), rotation)
     for part in _turned_by_model(own, states, cos, sin, rotation.size):

@@ -198,7 +198,11 @@ def _check_against_forward(module: torch.nn.Module, weight: Tensor) -> None:
     if base is layer and plain:
         return
     dtype, device = (base.weight.dtype, base.weight.device) if plain else (_dtype(module), _device(base))
-    values = torch.linspace(-2, 2, weight.shape[0] * weight.shape[1], device=device).sin()[None].to(dtype)
+    values = (
+        torch.linspace(-2, 2, weight.shape[0] * weight.shape[1], device=device, dtype=torch.float32)
+        .sin()[None]
+        .to(dtype)
+    )
     with torch.no_grad():
         found = (layer(values) - layer(torch.zeros_like(values))).float()
         expected = values.float() @ weight.flatten(0, 1).float()

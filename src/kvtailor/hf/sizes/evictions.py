@@ -170,7 +170,7 @@ class Evictions:
             heads = request.capacity.shape[2]
             low, high = request.floor.sum(-1), request.capacity.sum(-1)
             absent = None if request.row_tokens is None else request.row_tokens * heads
-            weights = torch.ones(1, request.num_layers)
+            weights = torch.ones(1, request.num_layers, dtype=torch.float32)
             found += layer_shares(weights, request.total, low, high, request.layers, absent)[0].tolist()
         return found
 

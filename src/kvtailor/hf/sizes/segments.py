@@ -48,7 +48,9 @@ class SegmentBytes:
         self._encoder = codec
         if codec.needs.window:
             queries = torch.randn(
-                (1, heads * group, codec.needs.window, sizes[0]), generator=torch.Generator().manual_seed(1)
+                (1, heads * group, codec.needs.window, sizes[0]),
+                generator=torch.Generator().manual_seed(1),
+                dtype=torch.float32,
             )
             self._encoder = codec.seeing(queries.to(dtype), heads, None)
         self._rows: dict[tuple[int, int | None], Bounds] = {}
@@ -194,7 +196,7 @@ class SegmentBytes:
         generator = torch.Generator().manual_seed(0)
         for _ in range(self.layers):
             keys, values = (
-                torch.randn((layout.lanes, layout.size, size), generator=generator).to(self.dtype)
+                torch.randn((layout.lanes, layout.size, size), generator=generator, dtype=torch.float32).to(self.dtype)
                 for size in self.sizes
             )
             yield keys, values

@@ -313,7 +313,7 @@ def _units(
             layer=group[-1],
             layers=count,
             # Bytes do not depend on the angles.
-            rotation=Rotation(frequencies=torch.ones(max(1, shape.key_size // 2))),
+            rotation=Rotation(frequencies=torch.ones(max(1, shape.key_size // 2), dtype=torch.float32)),
             heads=shape.kv_heads,
             evicts=plan.evicts,
             calibration=tensors,

@@ -199,7 +199,7 @@ def _dot(rows: Tensor, codes: Tensor) -> Tensor:
 def _floats(side: TokenCodes | ChannelCodes) -> Iterator[tuple[slice, slice, Tensor]]:
     """Lanes, slots and codes (l, s', c) as floats of each piece, in one scratch; states where tokens have moved."""
     lanes, slots = side.codes.shape[:2]
-    scratch = torch.empty(0)
+    scratch = torch.empty(0, dtype=torch.float32)
     moved = None
     if isinstance(side, ChannelCodes) and side.row is not None:
         # Tables of 16 bits would round what they decode to.
@@ -213,7 +213,7 @@ def _floats(side: TokenCodes | ChannelCodes) -> Iterator[tuple[slice, slice, Ten
             continue
         codes = unpack(codes, side.bits, side.size)
         if scratch.numel() < codes.numel():
-            scratch = torch.empty(codes.numel())
+            scratch = torch.empty(codes.numel(), dtype=torch.float32)
         yield lane, slot, scratch[: codes.numel()].view(codes.shape).copy_(codes)
 
 

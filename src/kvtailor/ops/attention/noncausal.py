@@ -51,14 +51,22 @@ def attention_in_runs(
     at = packed.in_runs(positions).masked_fill(~there, far).flatten(1)
     slot = torch.searchsorted(at, columns.contiguous()).clamp(max=slots - 1)
     slot = torch.where(at.gather(1, slot) == columns, slot, slots)
-    asks = torch.zeros(b, slots + 1, device=keys.device).scatter(1, slot, 1.0)[:, :-1].view(b, packed.runs, 1, size)
-    bias = torch.zeros(there.shape, device=keys.device) if log_weight is None else packed.in_runs(log_weight.float())
+    asks = (
+        torch.zeros(b, slots + 1, device=keys.device, dtype=torch.float32)
+        .scatter(1, slot, 1.0)[:, :-1]
+        .view(b, packed.runs, 1, size)
+    )
+    bias = (
+        torch.zeros(there.shape, device=keys.device, dtype=torch.float32)
+        if log_weight is None
+        else packed.in_runs(log_weight.float())
+    )
     # A finite fill: a run without members must not turn into NaN before it is left out.
     bias = bias.masked_fill(~there, torch.finfo(torch.float32).min)[:, :, None]
-    mass = torch.zeros(b, packed.runs, size, device=keys.device)
+    mass = torch.zeros(b, packed.runs, size, device=keys.device, dtype=torch.float32)
     step = max(1, _BLOCK // (b * size * size))
     for head in range(group):
-        asked = torch.zeros(b, slots + 1, d, device=keys.device)
+        asked = torch.zeros(b, slots + 1, d, device=keys.device, dtype=torch.float32)
         asked.scatter_(1, slot[..., None].expand(-1, -1, d), queries[:, head].float() * factor)
         asked = asked[:, :-1].view(b, packed.runs, size, d)
         for first in range(0, packed.runs, step):

@@ -138,7 +138,7 @@ def mean_attention(held: Held, row: int) -> Tensor:
         tokens = torch.unique(held.positions[row][held.valid[row]])
     if held.share.ranks > 1:
         # Heads of other processes may hold other tokens: (seen,) how many processes have a head that holds a column.
-        holding = torch.zeros(held.seen, device=tokens.device)
+        holding = torch.zeros(held.seen, device=tokens.device, dtype=torch.float32)
         holding[tokens] = 1.0
         tokens = held.share.sum(holding).nonzero()[:, 0]
     queries, columns = held.queries[row], held.query_columns

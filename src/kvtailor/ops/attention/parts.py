@@ -79,7 +79,7 @@ def counting(query: Tensor, want_mass: bool, real_queries: Tensor | None) -> Ten
     if not want_mass:
         return None
     if real_queries is None:
-        return torch.ones((query.shape[0], query.shape[2]), device=query.device)
+        return torch.ones((query.shape[0], query.shape[2]), device=query.device, dtype=torch.float32)
     return real_queries.to(device=query.device, dtype=torch.float32)
 
 
@@ -233,7 +233,11 @@ def _few(
     h, device = layouts[-1].heads, query.device
     slots = sum(layout.lanes * layout.size for layout in layouts)
     outputs, lses = [], []
-    mass = None if weight is None else [torch.zeros(reading.keys.shape[:2], device=device) for reading in readings]
+    mass = (
+        None
+        if weight is None
+        else [torch.zeros(reading.keys.shape[:2], device=device, dtype=torch.float32) for reading in readings]
+    )
     for first, end in query_blocks(t, slots * (q // h), most=t):
         lanes = []
         for index, (layout, reading) in enumerate(zip(layouts, readings, strict=True)):

@@ -68,7 +68,7 @@ def levels_of(element: str) -> Tensor:
     # Made outside of any inference mode: a cached tensor must serve all callers.
     with torch.inference_mode(False):
         if kind is None:
-            positive = torch.tensor(_E2M1)
+            positive = torch.tensor(_E2M1, dtype=torch.float32)
             return torch.cat([positive, -positive])
         levels = torch.arange(256, dtype=torch.uint8).view(kind).float()
         # No state has these codes; so a table of finite numbers is enough for all of them.
@@ -85,7 +85,7 @@ def _levels_on(element: str, device: torch.device) -> Tensor:
 def _borders(device: torch.device) -> Tensor:
     """The magnitudes at which the next code of E2M1 begins, less the least difference where the tie goes up."""
     with torch.inference_mode(False):
-        levels = torch.tensor(_E2M1)
+        levels = torch.tensor(_E2M1, dtype=torch.float32)
         middle = (levels[1:] + levels[:-1]) / 2
         # Between the codes i and i + 1 the even one takes the middle: the upper one, where i is odd.
         middle[1::2] = torch.nextafter(middle[1::2], middle.new_zeros(()))

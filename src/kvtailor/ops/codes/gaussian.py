@@ -68,7 +68,9 @@ def padded_levels(bits: int) -> Tensor:
         if bits != 4:
             return padded
         whole = [_whole(levels, most) for most in MOST_WHOLE]
-        return torch.cat([padded, *(each for each, _ in whole), torch.tensor([unit for _, unit in whole])])
+        return torch.cat(
+            [padded, *(each for each, _ in whole), torch.tensor([unit for _, unit in whole], dtype=torch.float32)]
+        )
 
 
 def _whole(levels: Tensor, most: int) -> tuple[Tensor, float]:

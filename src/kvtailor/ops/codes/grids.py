@@ -29,7 +29,7 @@ _PIECE = 1 << 20
 def grid_of(bits: int) -> Tensor:
     """Return the points (4^bits, 2) float32 of a grid of so many bits for each number, on the CPU."""
     with torch.inference_mode(False):
-        return torch.tensor([float(each) for each in POINTS[4**bits].split()]).view(-1, 2)
+        return torch.tensor([float(each) for each in POINTS[4**bits].split()], dtype=torch.float32).view(-1, 2)
 
 
 @cache

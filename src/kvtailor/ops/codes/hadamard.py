@@ -59,7 +59,7 @@ def _matrix(size: int, state: int | None, device: torch.device) -> Tensor:
     """
     # Made outside of any inference mode: a cached tensor must serve all callers.
     with torch.inference_mode(False):
-        matrix = torch.ones(1, 1)
+        matrix = torch.ones(1, 1, dtype=torch.float32)
         while matrix.shape[0] < size:
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
         if state is not None:

@@ -247,7 +247,7 @@ def _farthest(x: Tensor, used: Tensor, share: float, dim: int) -> Tensor:
     mean = (x * used).sum(dim, keepdim=True) / count.clamp(min=1)
     distance = (x - mean).abs_().masked_fill_(~used, -1)
     index = distance.topk(most, dim).indices
-    wanted = (share * count + 0.5).floor().to(torch.int64)
+    wanted = (share * count.float() + 0.5).floor().to(torch.int64)
     shape = [1] * x.ndim
     shape[dim] = most
     mine = torch.arange(most, device=x.device).view(shape) < wanted

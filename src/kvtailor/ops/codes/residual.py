@@ -35,7 +35,9 @@ def projection(size: int, state: int, device: torch.device) -> Tensor:
     """
     # Made outside of any inference mode: a cached tensor must serve all callers.
     with torch.inference_mode(False):
-        return sent(torch.randn((size, size), generator=torch.Generator().manual_seed(state)), device)
+        return sent(
+            torch.randn((size, size), generator=torch.Generator().manual_seed(state), dtype=torch.float32), device
+        )
 
 
 @cache
@@ -43,7 +45,7 @@ def _coordinates(size: int, state: int, device: torch.device) -> Coordinates:
     with torch.inference_mode(False):
         # |sum of signs(S r) times rows of S| grows with c: its mean is c sqrt(2 / pi) r / |r|.
         spread = projection(size, state, device).mT * (math.sqrt(math.pi / 2) / size)
-        matrix = torch.cat([torch.eye(size, device=device), spread], 1)
+        matrix = torch.cat([torch.eye(size, device=device, dtype=torch.float32), spread], 1)
         return Coordinates(matrix=matrix.contiguous()[None])
 
 

@@ -75,7 +75,7 @@ def _mapped(coordinates: Coordinates, states: Tensor, lse: Tensor | None, used: 
     states = states.to(torch.float32).contiguous()
     n, g, t, _ = states.shape
     to = coordinates.blocks * coordinates.matrix.shape[2 if lse is None else 1]
-    found = torch.empty((n, g, t, to))
+    found = torch.empty((n, g, t, to), dtype=torch.float32)
     used.functions.kvtailor_map(
         ctypes.byref(map_of(coordinates)),
         ctypes.c_void_p(states.data_ptr()),

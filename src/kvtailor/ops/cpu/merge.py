@@ -37,8 +37,8 @@ def merge(found: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None, used: Li
     held = [(out.contiguous(), lse.contiguous()) for out, lse in found]
     calls = [Call(out=out.data_ptr(), lse=lse.data_ptr()) for out, lse in held]
     parts = (ctypes.c_void_p * len(calls))(*map(ctypes.addressof, calls))
-    out, lse = torch.empty((*shape, size)), torch.empty(shape)
-    scratch = torch.empty(size + len(calls))
+    out, lse = torch.empty((*shape, size), dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
+    scratch = torch.empty(size + len(calls), dtype=torch.float32)
     own = None if sinks is None else sinks.to(torch.float32).expand(shape).contiguous()
     used.functions.kvtailor_merge(
         ctypes.byref(

@@ -18,7 +18,7 @@ class _Workspace(threading.local):
             else be memory that their cache holds.
     """
 
-    floats: Tensor = torch.empty(0)
+    floats: Tensor = torch.empty(0, dtype=torch.float32)
     mark: object = None
 
     def at(self, count: int) -> int:

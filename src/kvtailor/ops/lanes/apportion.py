@@ -141,7 +141,7 @@ def even_shares(
         return each.expand(low.shape).clone()
     absent = None if absent_high is None else absent_high * heads
     whole = layer_shares(weights, total, low.sum(-1), high.sum(-1), layers, absent)
-    return torch.where(alike[:, None, None], each, apportion(torch.ones(heads), whole, low, high))
+    return torch.where(alike[:, None, None], each, apportion(torch.ones(heads, dtype=torch.float32), whole, low, high))
 
 
 def split_shares(

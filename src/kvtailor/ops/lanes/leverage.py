@@ -34,7 +34,10 @@ def gaussian_sketch(size: int, width: int, state: int) -> Tensor:
 
 def mean_of(states: Tensor, member: Tensor) -> Tensor:
     """(b, d) float64: the mean of the members (b, n) among states (b, n, d); zeros where there is none."""
-    total = sum((_weighed(states, member, at).sum(1) for at in _blocks(states)), torch.zeros((), device=states.device))
+    total = sum(
+        (_weighed(states, member, at).sum(1) for at in _blocks(states)),
+        torch.zeros((), device=states.device, dtype=torch.float32),
+    )
     return total / member.sum(-1, keepdim=True).clamp(min=1)
 
 

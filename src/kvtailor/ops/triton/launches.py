@@ -22,7 +22,7 @@ __all__ = ["Part", "Plan", "plan_of"]
 
 # Tables of `_firsts` by the first ragged part's owners; those of even parts are alike on all layers.
 _KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_EVEN = torch.empty(0)
+_EVEN = torch.empty(0, dtype=torch.float32)
 # Tokens that a program should read at least, so that what it leaves behind is small beside them.
 _SHARE = 256
 

@@ -95,7 +95,7 @@ class LagKV(Scorer):
         order = torch.argsort((~held.valid[:, head]).to(torch.uint8), dim=-1, stable=True)
         order = order[:, self.sinks : self.sinks + partitions * self.lag]
         row = torch.arange(order.shape[0], device=order.device)[:, None]
-        score = torch.zeros((), device=order.device)
+        score = torch.zeros((), device=order.device, dtype=torch.float32)
         for states in (held.keys[:, head], held.values[:, head]):
             packed = states[row, order].unflatten(1, (partitions, self.lag))
             score = score + _disagreement(packed).softmax(-1) / 2

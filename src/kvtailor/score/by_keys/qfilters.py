@@ -74,4 +74,4 @@ class QFilters(CalibratedMethod, Scorer):
         cls, *, layers: int, heads: int, group: int, size: int, generator: torch.Generator
     ) -> dict[str, Tensor]:
         """Filters (layers, heads, size)."""
-        return {"filters": torch.randn(layers, heads, size, generator=generator)}
+        return {"filters": torch.randn(layers, heads, size, generator=generator, dtype=torch.float32)}

@@ -91,7 +91,7 @@ class FastKVzip(ReadsOwnToken, Scorer):
             (read, group, _CHANNELS), (group, _CHANNELS), (_CHANNELS,), (read, _CHANNELS), (_CHANNELS,),
             (_SINKS, _CHANNELS), (group,),
         )  # fmt: skip
-        drawn = (torch.randn(layers, heads, *shape, generator=generator) * 0.3 for shape in shapes)
+        drawn = (torch.randn(layers, heads, *shape, generator=generator, dtype=torch.float32) * 0.3 for shape in shapes)
         return dict(zip(cls.per_head, drawn, strict=True))
 
 

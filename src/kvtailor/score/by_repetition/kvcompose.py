@@ -68,7 +68,7 @@ class KVCompose(Scorer):
             rows, heads, _ = found.shape
             # Heads may hold different tokens, so the mean is taken by column.
             columns = held.positions.clamp(min=0).flatten(1)
-            total = torch.zeros(rows, held.seen, device=found.device)
+            total = torch.zeros(rows, held.seen, device=found.device, dtype=torch.float32)
             total.scatter_add_(1, columns, (found.clamp_min(0) * held.valid).flatten(1))
             mean = held.share.sum(total) / held.share.total(heads)
             both = (found + mean.gather(1, columns).view(found.shape)) / 2

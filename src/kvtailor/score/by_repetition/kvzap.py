@@ -104,5 +104,5 @@ class KVzap(ReadsOwnToken, Scorer):
         (layers, heads, d + dv) with theirs.
         """
         shapes = ((size + value_size, _HIDDEN), (_HIDDEN,), (_HIDDEN,), (), (size + value_size,), ())
-        drawn = (torch.randn(layers, heads, *shape, generator=generator) * 0.2 for shape in shapes)
+        drawn = (torch.randn(layers, heads, *shape, generator=generator, dtype=torch.float32) * 0.2 for shape in shapes)
         return dict(zip(cls.per_head, drawn, strict=True))

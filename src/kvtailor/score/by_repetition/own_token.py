@@ -53,7 +53,7 @@ class ReadsOwnToken(CalibratedMethod):
         made = {name: held.calibration[name].to(held.keys.device, torch.float32) for name in self.reads}
         scores = torch.stack([self.scores_of(held, made, head) for head in range(held.keys.shape[1])], 1)
         age = held.positions - held.first[:, None, None]
-        return torch.where(age < self.sinks, 2.0 + self.sinks - age, scores)
+        return torch.where(age < self.sinks, (2 + self.sinks - age).float(), scores)
 
     @classmethod
     def example_calibration(

@@ -88,7 +88,9 @@ class LazyEviction(Scorer):
             ValueError: no queries were gathered.
         """
         observed_queries(held, "lazyeviction watches", self.window)
-        noted = torch.zeros((*held.positions.shape[:2], 2, held.positions.shape[2]), device=held.keys.device)
+        noted = torch.zeros(
+            (*held.positions.shape[:2], 2, held.positions.shape[2]), device=held.keys.device, dtype=torch.float32
+        )
         for row in range(held.keys.shape[0]):
             for head in range(held.keys.shape[1]):
                 there = held.there(row, head)
@@ -123,7 +125,7 @@ class LazyEviction(Scorer):
         start = columns[:1].amin() if columns.numel() else torch.zeros((), dtype=torch.int64, device=positions.device)
         active = torch.maximum(positions, start).float() - 1
         longest = torch.zeros_like(active)
-        seen_before = torch.full((), -1.0, device=active.device)
+        seen_before = torch.full((), -1.0, device=active.device, dtype=torch.float32)
         if held.previous is not None and positions.numel():
             known = held.previous[row, head][:, there]
             told = ~known[0].isnan()

@@ -102,8 +102,11 @@ class TriAttention(CalibratedMethod, Scorer):
         cls, *, layers: int, heads: int, group: int, size: int, generator: torch.Generator
     ) -> dict[str, Tensor]:
         """Centres (layers, heads, group, size), and mean lengths (layers, heads, group, size // 2) above theirs."""
-        centres = torch.randn(layers, heads, group, size, generator=generator)
-        return {"centres": centres, "lengths": 3 + torch.rand(layers, heads, group, size // 2, generator=generator)}
+        centres = torch.randn(layers, heads, group, size, generator=generator, dtype=torch.float32)
+        return {
+            "centres": centres,
+            "lengths": 3 + torch.rand(layers, heads, group, size // 2, generator=generator, dtype=torch.float32),
+        }
 
     def _centres_ahead(self, held: Held, centres: Tensor, rotation: Rotation) -> Tensor:
         """(b, h, g, d): the mean of the centres (h, g, d), turned to the queries to come of each row."""

@@ -99,7 +99,7 @@ class CapKV(Scorer):
         group = anchor.shape[1] // held.keys.shape[1]
         member, values = weighed[:, head], held.values[:, head]
         directions = normalize(held.keys[:, head].float(), dim=-1)
-        total = torch.zeros(member.shape, device=values.device)
+        total = torch.zeros(member.shape, device=values.device, dtype=torch.float32)
         for query_head in range(head * group, (head + 1) * group):
             fit = self.tau * (directions @ anchor[:, query_head, :, None])[..., 0].clamp_(-1.0, 1.0)
             # A finite fill: a row may hold nothing but sinks in this head.

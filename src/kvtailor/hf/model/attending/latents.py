@@ -190,7 +190,13 @@ class LatentProjections(LatentAttention):
         floats = (each.dtype for each in module.parameters() if each.dtype in _FLOATS)
         dtype = next(floats, torch.get_default_dtype())
         count = _PROBES * (self.rank + self.rope)
-        numbers = torch.linspace(-9.0, 9.0, count, device=device).mul(37.0).sin().to(dtype).view(_PROBES, -1)
+        numbers = (
+            torch.linspace(-9.0, 9.0, count, device=device, dtype=torch.float32)
+            .mul(37.0)
+            .sin()
+            .to(dtype)
+            .view(_PROBES, -1)
+        )
         return numbers[:, : self.rank], numbers[:, self.rank :]
 
     def _answer(self, module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
