@@ -304,7 +304,8 @@ def test_what_plain_forwards_fed_is_known(family: str, fed: str) -> None:
                 step = text[:, column : column + 1]
             step.copy_(ids[:, column : column + 1])
             model(step, **hand_cache(cache))
-    assert cache.conversation.columns == 40
+    # Before anybody has looked, and after.
+    assert copy.deepcopy(cache).conversation.columns == cache.conversation.columns == 40
     cache.check_ids(torch.cat([ids, other(5)], 1))
     for column in (3, 29, 30, 35, 39):
         wrong = torch.cat([ids, other(5)], 1)
