@@ -278,3 +278,19 @@ def test_a_saved_context_is_asked_in_another_cache(tmp_path) -> None:
         cache.save(tmp_path / "context.safetensors")
         later = kvtailor.load_cache(model, tmp_path / "context.safetensors")
         assert torch.equal(asked(model, later, ids, mask, question), asked(model, cache, ids, mask, question))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("window", "same"), [(4, True), (8, False)])
+def test_windows_of_a_padded_second_turn_are_counted_in_columns(window: int, same: bool) -> None:
+    """A row whose turn is as long as the window holds what it holds alone, and a shorter one need not."""
+    model, ids, (asked, mask) = build("llama"), prompts((40,))[0], prompts((9, 4), state=7)
+    plan = f"snapkv(window={window}) @ tokens=20"
+    cache, alone = kvtailor.prefill(model, ids, plan=plan), kvtailor.prefill(model, ids, plan=plan)
+    cache.batch_repeat_interleave(2)
+    kvtailor.prefill(model, asked, torch.cat([mask.new_ones(2, 40), mask], 1), cache=cache)
+    kvtailor.prefill(model, asked[1:, -4:], cache=alone)
+    found = [held_columns(each)[layer][row] for each, row in ((cache, 1), (alone, 0)) for layer in range(3)]
+    batched, solo = torch.stack(found[:3]), torch.stack(found[3:])
+    # Five columns of padding stand between the context and the turn of the shorter row.
+    assert torch.equal(torch.cat([batched[..., :40], batched[..., 45:]], -1), solo) is same

@@ -70,7 +70,8 @@ def prefill(
         plan: of a new cache: one line or a `Plan`.
         cache: instead of a plan; a used one goes on with what follows.
         chunk: feed so many tokens at a time, and compress after each, so that the cache never holds more than its
-            budget and a chunk. None: at once.
+            budget and a chunk. None: at once. With 1 each token counts as decoded, so that a plan
+            which cuts prompts alone holds all of them.
         hold: compress only when the whole context was seen; chunks then bound the activations alone.
         tokenizer: makes the instruction (`INSTRUCTION`) for plans that read the context twice.
         instruction: token ids of another instruction. With neither, those plans repeat the context without one.
