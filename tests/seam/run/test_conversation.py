@@ -288,7 +288,9 @@ def test_a_crop_takes_the_knowledge_back_with_the_tokens() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "mistral_window", "gpt2", "opt"])
-@pytest.mark.parametrize("fed", ["one tensor", "a new tensor that was written to", "slices", "inference"])
+@pytest.mark.parametrize(
+    "fed", ["one tensor", "new tensors", "new tensors that were written to", "slices", "inference"]
+)
 @pytest.mark.filterwarnings("ignore:all 3 layers", "ignore:no layer")
 def test_what_plain_forwards_fed_is_known(family: str, fed: str) -> None:
     model = build(family)
@@ -298,12 +300,12 @@ def test_what_plain_forwards_fed_is_known(family: str, fed: str) -> None:
         model(ids[:, :30], **hand_cache(cache))
         step, text = ids[:, 30:31].clone(), ids.new_zeros((1, 40))
         for column in range(30, 40):
-            if fed == "a new tensor that was written to":
+            if fed == "new tensors that were written to":
                 step = torch.empty_like(step)
             elif fed == "slices":
                 step = text[:, column : column + 1]
             step.copy_(ids[:, column : column + 1])
-            model(step, **hand_cache(cache))
+            model(step.clone() if fed == "new tensors" else step, **hand_cache(cache))
     # Before anybody has looked, and after.
     assert copy.deepcopy(cache).conversation.columns == cache.conversation.columns == 40
     cache.check_ids(torch.cat([ids, other(5)], 1))
