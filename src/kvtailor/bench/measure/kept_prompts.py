@@ -224,6 +224,8 @@ class KeptPrompts:
         if cache.engine.needs.reconstruction:
             return read(model, cache, ids, instruction=instruction, last_only=last_only, kept=kept)
         fill(cache, kept)
+        # As a forward shows them.
+        cache.conversation.append(ids.cpu(), None, at=0)
         return kept.logits.clone()
 
     def _compared_once(
