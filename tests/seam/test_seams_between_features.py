@@ -22,7 +22,7 @@ REPEATED = prompts((20,))[0].repeat(1, 3)
 def test_generation_without_a_cache_over_a_cache_is_refused(how: str) -> None:
     """Each token would feed the whole text once more."""
     model, ids = build("llama"), prompts((40,))[0]
-    with pytest.raises(CacheMisuse, match="use_cache=False feeds the whole text again"):
+    with pytest.raises(CacheMisuse, match="use_cache=False.* feeds the whole text again"):
         if how == "session":
             with kvtailor.session(model, SNAP) as s:
                 s.generate(ids, use_cache=False, **GREEDY)

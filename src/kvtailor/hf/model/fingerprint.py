@@ -68,7 +68,7 @@ def weight_fingerprint(model: Any, dtype: torch.dtype | None = None) -> str | No
     """
     if _packed(model) or any(values.device.type == "meta" for _, _, values in named_values(model)):
         return None
-    return _digest(_exact(model, dtype))
+    return _digest(_on_host(list(_exact(model, dtype))))
 
 
 def remembered_fingerprint(model: Any) -> str | None:
@@ -119,7 +119,7 @@ def _values(one_or_by_name: Any) -> list[Any]:
     return list(one_or_by_name.values()) if isinstance(one_or_by_name, dict) else [one_or_by_name]
 
 
-def _exact(model: Any, dtype: torch.dtype | None) -> Iterator[bytes]:
+def _exact(model: Any, dtype: torch.dtype | None) -> Iterator[bytes | Tensor]:
     for name, parameter, own in named_values(model):
         values = whole(own)
         if dtype is not None and values.is_floating_point() and not is_traceable_wrapper_subclass(values):
@@ -156,8 +156,8 @@ def _scales_beside(parameter: Any) -> Iterator[Tensor]:
     yield from (each for each in found if isinstance(each, Tensor))
 
 
-def _sums(tensor: Tensor) -> Iterator[bytes]:
-    """Sums of the 8-byte words of a tensor, along rows and along columns, and what is left of it as it is."""
+def _sums(tensor: Tensor) -> Iterator[Tensor]:
+    """Sums of the 8-byte words of a tensor, along rows and along columns, and what is left of it as it is; as bytes."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _sums(getattr(tensor, name))
@@ -170,8 +170,9 @@ def _sums(tensor: Tensor) -> Iterator[bytes]:
     if whole:
         words = data[:whole].view(torch.int64).view(-1, _WIDTH)
         for axis in (0, 1):
-            yield words.sum(axis).cpu().numpy().tobytes()
-    yield data[whole:].cpu().numpy().tobytes()
+            yield words.sum(axis).view(torch.uint8)
+    # A view would keep all of a rounded parameter.
+    yield data[whole:].clone()
 
 
 def _marks(model: Any) -> Iterator[bytes]:
@@ -184,8 +185,12 @@ def _marks(model: Any) -> Iterator[bytes]:
         for part in _parts(whole(own)):
             flat = part.flatten()
             at = torch.linspace(0, flat.numel() - 1, min(64, flat.numel()), dtype=torch.float64).to(torch.int64)
-            found.append(flat[sent(at, flat.device)].double())
-    # One transfer for each device.
+            found.append(flat[sent(at, flat.device)].double().view(torch.uint8))
+    yield from _on_host(found)
+
+
+def _on_host(found: list[bytes | Tensor]) -> Iterator[bytes]:
+    """The same in one transfer for each device; tensors (n,) are uint8."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for each in found:
         if isinstance(each, Tensor):
