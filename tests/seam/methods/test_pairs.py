@@ -121,7 +121,8 @@ def test_sharing_outlives_whatever_moves_rows(plan: str, tmp_path: Path) -> None
         getattr(cache, move)(order)
         cache.save(tmp_path / "cache.safetensors")
         loaded = kvtailor.load_cache(model, tmp_path / "cache.safetensors")
-        assert bytes_of_tensors(tmp_path / "cache.safetensors") <= cache.ledger().total
+        # Beside what the ledger has, a file says of each token whether it is padding.
+        assert bytes_of_tensors(tmp_path / "cache.safetensors") <= cache.ledger().total + 4 * 40
         for each in (cache, copy.deepcopy(cache), loaded):
             ledger = each.ledger()
             assert ledger.total == ledger.closed_form and ledger.by_stage["encode"] == expected

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvtailor
-from kvtailor.errors import CacheMisuse, PlanError, UnknownName
+from kvtailor.errors import ArgumentError, CacheMisuse, PlanError, UnknownName
 from kvtailor.hf.model.loading import load
 from kvtailor.hf.versions import hand_cache
 
@@ -151,7 +151,7 @@ def test_generation_arguments_pass_through(plain) -> None:
         ({"questions": ["a", " "]}, CacheMisuse, "question 1 must be a text"),
         ({"questions": [3]}, CacheMisuse, "question 0 must be a text"),
         ({"context": " \n"}, CacheMisuse, "context must be a text"),
-        ({"tokenizer": None}, CacheMisuse, "takes the model's tokenizer, and got NoneType"),
+        ({"tokenizer": None}, ArgumentError, "tokenizer must be the model's tokenizer, and is None"),
         ({"plan": "snapk @ tokens=48"}, PlanError, "snapkv"),
         ({"question": "behind"}, UnknownName, "place of the question.*behind"),
         ({"max_new_tokens": 0}, CacheMisuse, "max_new_tokens=0"),
