@@ -93,6 +93,9 @@ class KvCache(Cache):
     def take_ids(self, ids: Tensor, mask: Tensor | None, at: int) -> None:
         """Take note of ids (b, t) that it has seen from column `at` on; see `Conversation.append`."""
         self._conversation.append(ids, mask, at=at)
+        if self._conversation.columns == self.seen:
+            # Whatever else was noted was taken back, as the passes of a plan that reads a context twice.
+            self._conversation.notes = []
 
     @property
     def engine(self) -> Engine:

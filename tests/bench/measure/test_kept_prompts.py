@@ -47,11 +47,7 @@ def subject() -> Subject:
 
 
 def facts(record: Record) -> dict:
-    found = {name: value for name, value in asdict(record).items() if name not in APART}
-    if record.label.startswith("kvzip"):
-        # The ids that its own passes over the text have shown stay beside the ledger, and a filled cache has none.
-        del found["bytes_alive"]
-    return found
+    return {name: value for name, value in asdict(record).items() if name not in APART}
 
 
 def counted(subject: Subject) -> list[int]:

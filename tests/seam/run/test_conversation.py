@@ -432,6 +432,13 @@ def test_many_notes_are_joined_and_cost_eight_bytes_a_token() -> None:
     assert known.known[-1] == other_way.known[-1]
 
 
+def test_passes_over_a_context_leave_no_ids() -> None:
+    """They were taken back, and would be bytes beside the ledger."""
+    model = build("llama")
+    cache = kvtailor.prefill(model, prompts((60,))[0], plan="kvzip @ keep=0.5")
+    assert not cache._conversation.notes and cache._conversation.columns == 60
+
+
 def test_hashes_are_of_ids_in_order_and_join() -> None:
     ids = torch.tensor([[5, 0, 7, 2], [0, 5, 7, 2]])
     at_once, joined = Conversation(), Conversation()
