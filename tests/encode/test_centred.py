@@ -257,3 +257,21 @@ def test_the_caches_of_a_model_share_its_constants_until_the_bias_changes() -> N
     assert all(each.vectors.untyped_storage().nbytes() == each.vectors.numel() * 4 for each in first)
     next(iter(modules_by_layer(model).values())).k_proj.bias.data.mul_(2)
     torch.testing.assert_close(offsets()[0].vectors, 2 * first[0].vectors)
+
+
+@torch.no_grad()
+def test_a_padded_forward_without_positions_codes_as_one_with_them() -> None:
+    """Such a model counts padding, so that its keys are turned by other positions than real tokens have."""
+    model, (ids, mask) = biased(build("qwen2"), 60.0), prompts((60, 21))
+    token, wide = prompts((1, 1), state=4)[0], torch.cat([mask, mask.new_ones(2, 1)], 1)
+    lost_by = {}
+    for told in (True, False):
+        logits = []
+        for plan in ("full", "centred(of=vector(bits=8, block_size=4))"):
+            cache = kvtailor.cache_for(model, plan)
+            positions = (mask.cumsum(1) - 1).clamp(min=0) if told else torch.arange(60).expand(2, -1)
+            model(ids, attention_mask=mask, position_ids=positions, **hand_cache(cache))
+            last = positions[:, -1:] + 1
+            logits.append(model(token, attention_mask=wide, position_ids=last, **hand_cache(cache)).logits)
+        lost_by[told] = error(logits[1], logits[0])
+    assert lost_by[False] < 3 * lost_by[True] < 0.3

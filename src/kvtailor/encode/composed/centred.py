@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Around, Codec, CodecContext, Sides, refuse_non_finite
@@ -111,9 +112,15 @@ class Centred(Around, Codec):
             CacheMisuse: NaN or infinity.
         """
         refuse_non_finite("centred", keys, values, "which no code can hold")
-        of_lane = first_of_lanes(layout, first, keys.device)
-        rest = (_wide(keys) - _constants(layout, of_lane, self._bound(), keys)).to(keys.dtype)
-        return self._around(self.of.encode(layout, rest, values, first), of_lane)
+        of_lane, wide = first_of_lanes(layout, first, keys.device), _wide(keys)
+        rest = wide - _constants(layout, of_lane, self._bound(), keys)
+        if of_lane is not None:
+            # A model that is given no positions counts padding as well: what is left of its keys is less that way.
+            counted = wide - _constants(layout, torch.zeros_like(of_lane), self._bound(), keys)
+            less = counted.square().sum((1, 2)) < rest.square().sum((1, 2))
+            of_lane = torch.where(less, 0, of_lane)
+            rest = torch.where(less[:, None, None], counted, rest)
+        return self._around(self.of.encode(layout, rest.to(keys.dtype), values, first), of_lane)
 
     def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> CentredSegment:
         return self._around(self.of.restore(layout, fields, tensors), tensors.get("first"))
