@@ -14,6 +14,7 @@ from kvtailor.bench.tasks.fidelity import Fidelity
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.cli import main
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.model.loading import new_model
 from kvtailor.hf.model.vocabulary import check_ids, token_rows
 from tests.support.seam.zoo import build
 
@@ -81,3 +82,17 @@ def test_negative_ids_and_models_without_a_table():
     with pytest.raises(CacheMisuse, match="the id -100"):
         check_ids(model, torch.tensor([3, -100]))
     check_ids(object(), torch.tensor([10**9]))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_a_table_of_positions_that_ends_is_told(kind: str) -> None:
+    """torch ends in an `IndexError` that names no position."""
+    common = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
+    more = {"ffn_dim": 32, "word_embed_proj_dim": 32} if kind == "opt" else {}
+    model = new_model(kind, vocab_size=100, **common, **more).eval()
+    ids = torch.randint(5, 90, (1, 40), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(CacheMisuse, match="a forward of 40 behind 0 seen tokens needs 40 positions, and .* has a table of 32"):
+        kvtailor.prefill(model, ids, plan="snapkv @ tokens=8")
+    cache = kvtailor.prefill(model, ids[:, :32], plan="snapkv @ tokens=8")
+    with pytest.raises(CacheMisuse, match="a forward of 1 behind 32 seen tokens needs 33 positions"):
+        kvtailor.prefill(model, ids[:, 32:33], cache=cache)

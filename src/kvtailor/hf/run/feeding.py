@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvtailor.errors import CacheMisuse
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.versions import hand_cache
 
@@ -42,11 +43,24 @@ def fed(
     """Return logits of new tokens (b, t), or of the last `keep` of them.
 
     `inputs`: what belongs to images among them, by the names of the model's forward.
+
+    Raises:
+        CacheMisuse: the tokens go beyond a model's table of positions, which torch found on the CPU.
     """
+    before = cache.seen
     options: dict[str, Any] = {"logits_to_keep": keep} if keep else {}
     options |= inputs or {}
     cache.guard.rope.put()
     if mask is not None:
         options |= placed(model, cache, ids, mask, by_model=bool(inputs) and cache.guard.rope.kept)
-    logits: Tensor = model(input_ids=ids, **hand_cache(cache), use_cache=True, **options).logits
+    try:
+        logits: Tensor = model(input_ids=ids, **hand_cache(cache), use_cache=True, **options).logits
+    except IndexError as error:
+        most, wanted = cache.geometry.max_positions, before + ids.shape[1]
+        if most is None or wanted <= most:
+            raise
+        raise CacheMisuse(
+            f"a forward of {ids.shape[1]} behind {before} seen tokens needs {wanted} positions, and "
+            f"{model.config.model_type} has a table of {most}: hand it a shorter text"
+        ) from error
     return logits
