@@ -91,8 +91,18 @@ def test_a_table_of_positions_that_ends_is_told(kind: str) -> None:
     more = {"ffn_dim": 32, "word_embed_proj_dim": 32} if kind == "opt" else {}
     model = new_model(kind, vocab_size=100, **common, **more).eval()
     ids = torch.randint(5, 90, (1, 40), generator=torch.Generator().manual_seed(0))
-    with pytest.raises(CacheMisuse, match="a forward of 40 behind 0 seen tokens needs 40 positions, and .* has a table of 32"):
+    with pytest.raises(CacheMisuse, match="of 40 behind 0 seen tokens needs 40 positions, and .* has a table of 32"):
         kvtailor.prefill(model, ids, plan="snapkv @ tokens=8")
     cache = kvtailor.prefill(model, ids[:, :32], plan="snapkv @ tokens=8")
     with pytest.raises(CacheMisuse, match="a forward of 1 behind 32 seen tokens needs 33 positions"):
         kvtailor.prefill(model, ids[:, 32:33], cache=cache)
+
+
+def test_half_a_character_is_told(demo) -> None:
+    """Python reads such from arguments that are not UTF-8, and tokenizers end in a `TypeError` that names none."""
+    with pytest.raises(CacheMisuse, match="at character 6, which no UTF-8 has"):
+        kvtailor.ask(demo.model, demo.tokenizer, "hello \udcff there", "What?", plan="snapkv @ tokens=64")
+    words = ["run", "--model", "demo", "--plan", "full", "--prompt", "a \udcff", "--max-new-tokens", "1"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code, done.output
+    assert "which no UTF-8 has" in done.output and "Traceback" not in done.output

@@ -24,7 +24,7 @@ from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.fingerprint import fingerprint
 from kvtailor.hf.model.processes import started
 from kvtailor.hf.model.sharded import local_part
-from kvtailor.hf.model.vocabulary import check_ids, token_rows
+from kvtailor.hf.model.vocabulary import check_characters, check_ids, token_rows
 from kvtailor.hf.versions import hand_cache, read_cache
 from kvtailor.ledger import storage_bytes
 
@@ -406,6 +406,7 @@ class Subject:
     def _ids(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise KvtailorError(f"asked for tokens of a text, but {self.name} has no tokenizer: give one")
+        check_characters(text)
         return self._known(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _start(self) -> list[int]:

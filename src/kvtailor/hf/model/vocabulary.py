@@ -1,4 +1,4 @@
-"""Token ids that a model has a row for."""
+"""What a tokenizer can write, and token ids that a model has a row for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
 
-__all__ = ["check_ids", "token_rows"]
+__all__ = ["check_characters", "check_ids", "token_rows"]
 
 
 def token_rows(model: Any) -> int | None:
@@ -39,3 +39,18 @@ def check_ids(model: Any, ids: Tensor) -> None:
             f"a token has the id {low if low < 0 else high}, and the model has rows for 0 to {rows - 1}: the tokenizer "
             "is of another model, or tokens were added to it without model.resize_token_embeddings(len(tokenizer))"
         )
+
+
+def check_characters(text: str) -> None:
+    """Check that a text is one of whole characters: tokenizers end in a `TypeError` that names none.
+
+    Raises:
+        CacheMisuse: a half of a character stands in it, as Python reads bytes of an argument that are no UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CacheMisuse(
+            f"the text has {text[error.start]!r} at character {error.start}, which no UTF-8 has: it was read in "
+            "another encoding, or from an argument that is not UTF-8"
+        ) from error

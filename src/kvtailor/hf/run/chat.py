@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse, UnknownName
+from kvtailor.hf.model.vocabulary import check_characters
 from kvtailor.hf.versions import template_variables
 
 __all__ = ["Prompt", "start_ids"]
@@ -172,6 +173,7 @@ class Prompt:
         return str(self.tokenizer.apply_chat_template(chat, **how))
 
     def _ids(self, text: str, *, begins: bool = False) -> Tensor:
+        check_characters(text)
         # A template writes the special tokens itself.
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return torch.tensor([*(start_ids(self.tokenizer) if begins else []), *ids], dtype=torch.int64)
