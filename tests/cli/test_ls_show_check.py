@@ -195,7 +195,7 @@ def test_check_notes_a_budget_above_the_models_positions(config: Any) -> None:
         (["ls", "scoer"], "there is no stage, method or preset named 'scoer'; did you mean 'score'"),
         (["show", "snapkv @ tokns=3"], "there is no setting named 'tokns'"),
         (["shw", "full"], "there is no verb named 'shw'; did you mean 'show'"),
-        (["check", "full", "--model", "/no/such/folder"], "there is no model '/no/such/folder'"),
+        (["check", "full", "--model", "/no/such/folder"], "there is no folder /no/such/folder"),
     ],
 )
 def test_mistakes_end_with_a_message_and_exit_code_2(arguments: list[str], message: str) -> None:

@@ -29,7 +29,7 @@ def test_calls_end_with_a_value_or_with_a_reason() -> None:
     assert (good.call.tag, good.value, good.failure, good.attempts) == ("first", (2, 1), None, 1)
     assert (bad.call.tag, bad.value, bad.attempts, begun) == ("second", None, 2, [1, 1])
     assert bad.failure == "It failed 2 times: ValueError: number 1; then: ValueError: number 2."
-    with pytest.raises(LookupError, match="no call is pending"):
+    with pytest.raises(KvtailorError, match="no call is pending"):
         executor.take()
 
 

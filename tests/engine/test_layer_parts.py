@@ -27,6 +27,7 @@ LEFT_OUT = {
         "output": "the model's",
         "softmax": "the model's",
         "rotation": "the model's",
+        "offset": "the model's",
         "calibration": "a file",
         "encoding": "a file",
         "share": "the processes'",

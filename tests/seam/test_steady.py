@@ -13,6 +13,7 @@ from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.cpu.library import library
 from kvtailor.ops.dispatch import using
 from kvtailor.plan import Plan
+from kvtailor.types import Needs
 from tests.support.calibrated import shipped_for
 from tests.support.every_plan import every_plan, first_of_each_method
 from tests.support.seam.zoo import ROUNDING, VOCABULARY, build, error, prompts
@@ -359,7 +360,7 @@ def test_other_threads_masks_and_evidence_end_it(taken):
     short = taken["short"]
     model(token, **hand_cache(cache), attention_mask=allowed)
     assert taken["short"] == short
-    cache.engine.keep_queries(4)
+    cache.engine.gather(Needs(window=4))
     model(token, **hand_cache(cache))
     assert taken["short"] == short
     model(token, **hand_cache(cache))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 from kvtailor.bench.kinds import GENERATED, KINDS, Kind, is_path, setting_faults
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import Task
-from kvtailor.errors import KvtailorError, UnknownName
+from kvtailor.errors import ArgumentError, KvtailorError, UnknownName
 
 __all__ = ["SettingsError", "Text", "make_task"]
 
@@ -77,7 +77,7 @@ def make_task(
             given["data"] = data
         return cast(Task, made(**given))
     except (TypeError, ValueError, UnknownName) as error:
-        if isinstance(error, KvtailorError) and not isinstance(error, UnknownName):
+        if isinstance(error, KvtailorError) and not isinstance(error, UnknownName | ArgumentError):
             raise
         raise SettingsError(f"the task {name!r}", [str(error)]) from error
 

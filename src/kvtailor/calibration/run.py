@@ -88,8 +88,6 @@ def calibrate(
     if maker.reads_text and not texts:
         raise CalibrationError(f"a calibration of kind {kind} is measured on text, and none was given: give some")
     subject = subject_of(model, tokenizer, name)
-    if subject.tokenizer is None:
-        raise CalibrationError("asked for a calibration of a model object without its tokenizer: give tokenizer=")
     check(subject.model, NAME)
     geometry = Geometry.of(subject.model.config)
     if geometry.has_latents:
@@ -104,6 +102,8 @@ def calibrate(
             f"a calibration is measured on a model in one process, and {share.processes} share this one: load it "
             "without a tp_plan. The file then serves any number of processes"
         )
+    if subject.tokenizer is None:
+        raise CalibrationError("asked for a calibration of a model object without its tokenizer: give tokenizer=")
     length = _context(maker, subject, context)
     wanted = maker.tokens if tokens is None else tokens
     passages = cut(subject, texts or {}, tokens=wanted, context=length) if maker.reads_text else ()

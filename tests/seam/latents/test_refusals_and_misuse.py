@@ -83,7 +83,7 @@ def test_sparse_attention_by_an_indexer_is_refused(family: str) -> None:
 def test_what_needs_keys_of_each_head_is_refused(tmp_path) -> None:
     model = build_latent("deepseek_v2")
     with pytest.raises(CalibrationError, match="hold one latent for all heads"):
-        calibrate(model, "erank", texts={"text": "a text " * 99}, out=tmp_path / "e.safetensors", tokenizer=object())
+        calibrate(model, "erank", texts={"text": "a text " * 99}, out=tmp_path / "e.safetensors", tokenizer=len)
     cache = kvtailor.prefill(model, prompts((20,))[0], plan="full")
     with pytest.raises(UnsupportedModel, match="reads latents"):
         Replays(model, cache, expected=4, record=lambda run: run)

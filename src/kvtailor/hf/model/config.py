@@ -13,6 +13,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 
 from kvtailor.errors import ModelNotFound
 from kvtailor.hf.model import embedded
+from kvtailor.ops.files import read_text
 
 __all__ = [
     "RANDOM",
@@ -142,7 +143,7 @@ def base_of(source: str) -> str:
     if not _is_adapter(folder):
         return source
     try:
-        said = json.loads((folder / _ADAPTER).read_text(encoding="utf-8"))
+        said = json.loads(read_text(folder / _ADAPTER))
         base = said["base_model_name_or_path"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ModelNotFound(f"{folder / _ADAPTER} does not say which model this adapter is for: {error}") from error
