@@ -35,6 +35,14 @@ def test_steps_that_were_known_before_tell_no_pace():
     assert left.pace == 3.0 and left.left == 120.0
 
 
+def test_steps_that_prefill_are_no_pace_of_those_that_find_their_prompts():
+    left = TimeLeft({"a": 200.0}, 1.0)
+    left.begin("a", 200)
+    for seconds in [9.0] * 20 + [1.0] * 60:
+        left.step(seconds)
+    assert left.pace == 1.0 and left.left == 120.0
+
+
 def test_a_stage_that_nobody_announced_changes_nothing():
     left = TimeLeft({"a": 10.0}, 1.0)
     left.begin("other", 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ __all__ = ["Progress", "Silent", "TimeLeft"]
 
 _KNOWN = 0.05
 """A step that takes less of the pace than this was not measured now: its record was there."""
+_NEWEST = 40
+"""Steps whose pace is that of the rest."""
 _ENOUGH = 10.0
 """Units after which the pace is that of this run and no longer that of the one step that was timed before it."""
 
@@ -57,7 +60,7 @@ class Silent:
 
 @dataclass
 class TimeLeft:
-    """How long the rest of a fit takes, at the pace so far.
+    """How long the rest of a fit takes, at the pace of its newest steps.
 
     Attributes:
         stages: to come, each with its units, see `Progress.expect`.
@@ -67,8 +70,8 @@ class TimeLeft:
     stages: dict[str, float]
     seconds: float | None
     _open: dict[str, tuple[float, float]] = field(default_factory=dict)
-    _timed: float = 0.0
-    _units: float = 0.0
+    # Of the newest steps, seconds and units: the first ones of a fit prefill the pieces that later ones find.
+    _paces: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_NEWEST))
 
     def begin(self, name: str, steps: int) -> None:
         """Take that a stage begins: stages that stand before it are over, or were left out."""
@@ -85,7 +88,7 @@ class TimeLeft:
             self._open[name] = self.stages[name], unit
             pace = self.pace
             if pace is None or seconds > _KNOWN * pace * unit:
-                self._timed, self._units = self._timed + seconds, self._units + unit
+                self._paces.append((seconds, unit))
 
     def end(self) -> None:
         """Take that the open stage is over."""
@@ -96,8 +99,9 @@ class TimeLeft:
     @property
     def pace(self) -> float | None:
         """Seconds of a unit."""
-        if self._units >= _ENOUGH or (self.seconds is None and self._units):
-            return self._timed / self._units
+        units = sum(unit for _, unit in self._paces)
+        if units >= _ENOUGH or (self.seconds is None and units):
+            return sum(seconds for seconds, _ in self._paces) / units
         return self.seconds
 
     @property
