@@ -39,9 +39,11 @@ VERSIONS = {"python": "3", "torch": "2", "transformers": "5", "kvtailor": "0", "
 def same_versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A checkout with changed files is dirty, and then nothing is reused."""
     monkeypatch.setattr(machine, "versions", lambda: dict(VERSIONS))
+    remote_cell._machine.cache_clear()
     remote_cell._MODELS.clear()
     remote_cell._JOBS.clear()
     yield
+    remote_cell._machine.cache_clear()
     remote_cell._MODELS.clear()
     remote_cell._JOBS.clear()
 
