@@ -77,9 +77,13 @@ def command(
 
     parsed, named = read_plan(plan), _named(" ".join(plan))
     sizes: dict[str, Any] = {"model": model, "head_size": head_size, "dtype": dtype or "bfloat16"}
+    config: Any = None
     geometry = None
     if model is not None:
-        geometry, known = _sizes_of(model, dtype)
+        from kvtailor.hf.model.config import config_of
+
+        config = config_of(model)
+        geometry, known = _sizes_of(config, dtype)
         sizes |= known
     if tokens is None and not (link is None and step_ms is None):
         raise click.UsageError(
@@ -95,11 +99,10 @@ def command(
         _say_files(word, found, model)
     notes = budget_notes(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], tokens)
     if geometry is not None and model is not None:
-        from kvtailor.hf.model.config import config_of
         from kvtailor.hf.model.key_bias import said_without_weights
         from kvtailor.hf.model.loading import faster_dtype
 
-        if dtype is None and faster_dtype(config_of(model)) is not None:
+        if dtype is None and faster_dtype(config) is not None:
             notes.append(
                 f"where {model} computes on this CPU, which has no arithmetic for {sizes['dtype']}, it computes in "
                 "float32, and its cache is of that as well: --dtype float32 shows its bytes"
@@ -141,11 +144,9 @@ def _named(text: str) -> str | None:
     return " ".join(text.split()) if words & registry.presets().keys() else None
 
 
-def _sizes_of(model: str, dtype: str | None) -> tuple[Geometry, dict[str, Any]]:
-    from kvtailor.hf.model.config import config_of
+def _sizes_of(config: Any, dtype: str | None) -> tuple[Geometry, dict[str, Any]]:
     from kvtailor.hf.model.geometry import Geometry
 
-    config = config_of(model)
     geometry = Geometry.of(config)
     return geometry, {
         "head_size": geometry.first.key_size,

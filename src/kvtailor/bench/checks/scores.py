@@ -88,8 +88,7 @@ def check_finely(
         Fraud: with the name of the check.
     """
     sizes = torch.cat([a.double() - b.double() for a, b in zip(ours, truth, strict=True)]).abs()
-    worst, mean = _SAME
-    if not (float(sizes.max()) <= worst and float(sizes.mean()) <= mean):
+    if not _is_usual(sizes, dtype):
         raise Fraud(
             name,
             f"with the weights in {str(dtype).removeprefix('torch.')}, {sides} differ by {float(sizes.mean()):.2e} "

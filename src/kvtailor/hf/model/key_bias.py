@@ -223,12 +223,10 @@ def _asked_offset(
     if found is None or not found[0].any():
         return None
     constant, positions = found[0].clone(), torch.tensor([0, 1, 7])
-    there = _keys_of(
-        model, module, kind, torch.zeros(3, _width(module) or 0, dtype=torch.float32), positions, normed=False
-    )
-    if there is None:
+    there, like = _keys_of(model, module, kind, positions), _like(module)
+    if there is None or like is None:
         return None
-    near = 16 * torch.finfo(_like(module).dtype).eps * float(constant.abs().max())
+    near = 16 * torch.finfo(like.dtype).eps * float(constant.abs().max())
     at_rest = constant[:, None].expand(-1, 3, -1)
     if torch.allclose(there, at_rest, rtol=0, atol=near):
         return KeyOffset(vectors=constant)
@@ -246,12 +244,7 @@ def _constant_and_spread(model: Any, module: nn.Module, kind: str | None) -> tup
 
     None: the keys are not a constant and a linear part, or the attention cannot be asked.
     """
-    width = _width(module)
-    if width is None:
-        return None
-    inputs = torch.randn(_PAIRS, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    positions = torch.zeros(1 + 2 * _PAIRS, dtype=torch.int64)
-    keys = _keys_of(model, module, kind, inputs, positions, normed=True)
+    keys = _keys_of(model, module, kind, torch.zeros(1 + 2 * _PAIRS, dtype=torch.int64), pairs=_PAIRS)
     if keys is None or not bool(keys.isfinite().all()):
         return None
     # (h, 1 + 2 pairs, d): of no input, of some inputs, and of their negatives.
@@ -261,36 +254,28 @@ def _constant_and_spread(model: Any, module: nn.Module, kind: str | None) -> tup
     return constant[:, 0], (plus - constant).square().sum(-1).mean(-1)
 
 
-def _width(module: nn.Module) -> int | None:
-    """D, of a hidden state."""
-    return getattr(getattr(module, "config", None), "hidden_size", None)
-
-
-def _like(module: nn.Module) -> Tensor:
+def _like(module: nn.Module) -> Tensor | None:
     """A matrix of the module, for dtype and device."""
-    return next(each for each in module.parameters() if each.is_floating_point() and each.ndim >= 2)
+    return next((each for each in module.parameters() if each.is_floating_point() and each.ndim >= 2), None)
 
 
-def _keys_of(
-    model: Any, module: nn.Module, kind: str | None, inputs: Tensor, positions: Tensor, *, normed: bool
-) -> Tensor | None:
+def _keys_of(model: Any, module: nn.Module, kind: str | None, positions: Tensor, *, pairs: int = 0) -> Tensor | None:
     """(h, t, d) float32 keys at positions (t,); None: this attention cannot be asked in this way.
 
-    Of inputs (t, D) as they are; with `normed` of (n, D): of zeros, of the inputs behind the layer's norm, and of their
-    negatives, t = 1 + 2n.
+    Of no input; with `pairs`, t = 1 + 2 * pairs, of no input first, then of so many inputs behind the layer's norm, and
+    of their negatives.
     """
-    if not any(each.is_floating_point() and each.ndim >= 2 for each in module.parameters()):
-        return None
-    like = _like(module)
-    if like.device.type == "meta":
+    like, width = _like(module), getattr(getattr(module, "config", None), "hidden_size", None)
+    if like is None or width is None or like.device.type == "meta":
         return None
     device = runs_on(module)
-    inputs = inputs.to(device, like.dtype)
+    inputs = torch.zeros(len(positions), width, device=device, dtype=like.dtype)
     try:
-        if normed:
-            norm = _norm_before(model, module)
-            inputs = inputs if norm is None else norm(inputs)
-            inputs = torch.cat([torch.zeros_like(inputs[:1]), inputs, -inputs])
+        if pairs:
+            drawn = torch.randn(pairs, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+            drawn, norm = drawn.to(device, like.dtype), _norm_before(model, module)
+            drawn = drawn if norm is None else norm(drawn)
+            inputs[1:] = torch.cat([drawn, -drawn])
         taken = inspect.signature(module.forward).parameters
         given: dict[str, Any] = {name: _Probe() for name in ATTENTION_CACHE_ARGUMENTS if name in taken}
         angles = angles_at(model, module, kind, positions)
