@@ -109,9 +109,28 @@ def test_a_protocol_is_met_by_its_names() -> None:
 
 # Of every kind that an argument may be by mistake, and of every size.
 HOSTILE: list[object] = [
-    None, -1, 0, math.nan, math.inf, "", "nobody", [], [-1], 1.5, object(), True, {}, b"x", (), 10**30, 2**62,
-    torch.zeros(0), torch.tensor(1), torch.nn.Linear(2, 2), Path("nobody"),
-]  # fmt: skip
+    None,
+    -1,
+    0,
+    math.nan,
+    math.inf,
+    "",
+    "nobody",
+    [],
+    [-1],
+    1.5,
+    object(),
+    True,
+    {},
+    b"x",
+    (),
+    10**30,
+    2**62,
+    torch.zeros(0),
+    torch.tensor(1),
+    torch.nn.Linear(2, 2),
+    Path("nobody"),
+]
 WORDS = ["harbour", "ferry", "island", "storm", "night", "code", "mill", "road", "letter", "captain", "bread", "stone"]
 TEXT = " ".join(random.Random(0).choices(WORDS, k=5000))
 # Work that is as long as it was asked for.
@@ -134,35 +153,85 @@ def calls(model: Any, stopped: Any, tokenizer: Any, folder: Path) -> dict[str, d
     ends = {"eos_token_id": None, "pad_token_id": None, "streamer": None, "max_new_tokens": 2, "refresh": None}
     asked = {"memory": "25%", "bytes_per_token": None, "keep_bytes": None, "loss": None, "points": None, "tpot": None}
     return {
-        "ask": of_plan | putting | {
-            "tokenizer": tokenizer, "context": short, "questions": "What?", "question": "after", "max_new_tokens": 2,
+        "ask": of_plan
+        | putting
+        | {
+            "tokenizer": tokenizer,
+            "context": short,
+            "questions": "What?",
+            "question": "after",
+            "max_new_tokens": 2,
         },
         "cache_for": of_plan | {"graphs": False},
         "cache_size": of_plan | {"context": 100, "batch": 1, "new_tokens": 0, "dtype": None},
-        "calibrate": work | {
-            "kind": "qfilters", "texts": {"a": TEXT}, "out": folder / "file.safetensors", "tokens": 128, "context": 64,
-            "state": 0, "again": True, "name": None,
+        "calibrate": work
+        | {
+            "kind": "qfilters",
+            "texts": {"a": TEXT},
+            "out": folder / "file.safetensors",
+            "tokens": 128,
+            "context": 64,
+            "state": 0,
+            "again": True,
+            "name": None,
         },
-        "evaluate": work | cells | {
-            "texts": [TEXT], "plans": [PLAN], "tasks": ["perplexity"], "data": None, "out": None, "again": False,
-            "allow": (), "margin": 0.02, "margin_points": 10.0, "sinks": (), "on_record": None,
+        "evaluate": work
+        | cells
+        | {
+            "texts": [TEXT],
+            "plans": [PLAN],
+            "tasks": ["perplexity"],
+            "data": None,
+            "out": None,
+            "again": False,
+            "allow": (),
+            "margin": 0.02,
+            "margin_points": 10.0,
+            "sinks": (),
+            "on_record": None,
         },
-        "fit": work | cells | asked | {
-            "texts": [TEXT], "context": 64, "batch": 1, "tasks": None, "proof_tasks": None, "without": (), "state": 0,
-            "effort": "quick", "stages": ("layers",), "timed": False, "out": None, "progress": None,
+        "fit": work
+        | cells
+        | asked
+        | {
+            "texts": [TEXT],
+            "context": 64,
+            "batch": 1,
+            "tasks": None,
+            "proof_tasks": None,
+            "without": (),
+            "state": 0,
+            "effort": "quick",
+            "stages": ("layers",),
+            "timed": False,
+            "out": None,
+            "progress": None,
         },
-        "generate": of_plan | drawn | drafted | ends | {
-            "input_ids": ids, "attention_mask": None, "chunk": None, "graphs": False,
+        "generate": of_plan
+        | drawn
+        | drafted
+        | ends
+        | {
+            "input_ids": ids,
+            "attention_mask": None,
+            "chunk": None,
+            "graphs": False,
         },
         "load_cache": {"model": model, "path": folder / "cache.safetensors", "graphs": False},
         "load_model": {"model": "demo", "dtype": None, "device": None},
-        "prefill": of_plan | {
-            "input_ids": ids, "attention_mask": None, "cache": None, "chunk": None, "hold": False, "tokenizer": None,
+        "prefill": of_plan
+        | {
+            "input_ids": ids,
+            "attention_mask": None,
+            "cache": None,
+            "chunk": None,
+            "hold": False,
+            "tokenizer": None,
             "instruction": None,
         },
         "read": of_plan | putting | {"tokenizer": tokenizer, "context": short, "hold": False},
         "session": of_plan | {"tokenizer": None, "graphs": False},
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")

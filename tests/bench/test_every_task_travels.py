@@ -38,8 +38,19 @@ from kvtailor.plan import registry
 
 PLANS = ["snapkv @ keep=0.25", "kivi(bits=4)"]
 # What no two runs have in common: times, and bytes of a process.
-MAY_DIFFER = ("run", "started", "machine", "wall_seconds", "timings", "floor_seconds", "samples", "bytes_resident",
-              "bytes_peak", "bytes_peak_decode", "prefill_compared")  # fmt: skip
+MAY_DIFFER = (
+    "run",
+    "started",
+    "machine",
+    "wall_seconds",
+    "timings",
+    "floor_seconds",
+    "samples",
+    "bytes_resident",
+    "bytes_peak",
+    "bytes_peak_decode",
+    "prefill_compared",
+)
 _NUMBERS = itertools.count()
 
 

@@ -91,9 +91,7 @@ def test_gradients_are_taken_over_16_passages_at_most(tmp_path) -> None:
         return nullcontext(steps.append)
 
     out = tmp_path / "m.safetensors"
-    kvtailor.calibrate(
-        tiny("llama"), "lowrank", {"a": TEXT}, out=out, tokens=20 * 12, context=12, progress=progress
-    )  # fmt: skip
+    kvtailor.calibrate(tiny("llama"), "lowrank", {"a": TEXT}, out=out, tokens=20 * 12, context=12, progress=progress)
     assert announced == [36] and steps == ["states"] * 20 + ["gradients"] * 16
 
 

@@ -88,9 +88,14 @@ def test_a_declared_pass_over_a_first_prompt_is_that_of_all_who_declare_it(
     made = case(SIZES[0], "prompt", new, padded=padded, seed=11)
     for mass in (False, True) if kind.gives_mass else (False,):
         asked = request_of(
-            made.query, made.parts, made.visible, 0.04, want_mass=mass, real_queries=made.real_queries,
+            made.query,
+            made.parts,
+            made.visible,
+            0.04,
+            want_mass=mass,
+            real_queries=made.real_queries,
             context=dataclasses.replace(STILL, rotation=Rotation(frequencies=torch.rand(6))),
-        )  # fmt: skip
+        )
         got, expected = method.attend(asked), Segments().attend(asked)
         assert torch.equal(got.output, expected.output)
         assert (got.mass is None) == (expected.mass is None)

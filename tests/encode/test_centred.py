@@ -214,8 +214,9 @@ def test_a_biased_model_loses_no_more_than_one_without(tmp_path: Path) -> None:
         model = biased(build("qwen2"), times)
         for text in (bare, plan):
             whole, cut = (decoded(model, ids, mask, each) for each in (text.replace(codec(text), "plain"), text))
-            losses[times, text] = float((whole[0].log_softmax(-1).exp() * (whole[0].log_softmax(-1)
-                                         - cut[0].log_softmax(-1))).sum(-1).mean())  # fmt: skip
+            losses[times, text] = float(
+                (whole[0].log_softmax(-1).exp() * (whole[0].log_softmax(-1) - cut[0].log_softmax(-1))).sum(-1).mean()
+            )
     assert losses[60.0, plan] < 2 * losses[0.0, plan] and losses[60.0, bare] > 3 * losses[60.0, plan]
     cache = decoded(model, ids, mask, plan)[1]
     cache.save(tmp_path / "cache.safetensors")

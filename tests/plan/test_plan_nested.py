@@ -226,14 +226,19 @@ def test_a_preset_of_one_method_stands_for_it(preset: str, method: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("switched(prompt=streamingllm, decoding=h2o) @ tokens=64", "prompt is the preset streamingllm, which brings .*"
-         "score position.*but it must be one method of score"),
-        ("hadamard(of=kivi4(bits=2))", r"is the preset kivi4\(bits=2\), and a preset takes no arguments here: write "
-         r"kivi\(bits=4\)"),
+        (
+            "switched(prompt=streamingllm, decoding=h2o) @ tokens=64",
+            "prompt is the preset streamingllm, which brings .*score position.*but it must be one method of score",
+        ),
+        (
+            "hadamard(of=kivi4(bits=2))",
+            r"is the preset kivi4\(bits=2\), and a preset takes no arguments here: write "
+            r"kivi\(bits=4\)",
+        ),
         ("hadamard(of=snapkv)", "snapkv, a method of score, but it must be"),
         ("hadamard(of=kivi5)", "no method of encode named 'kivi5'"),
     ],
-)  # fmt: skip
+)
 def test_a_preset_of_more_is_refused_with_what_to_write(line: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         Plan.parse(line)

@@ -89,10 +89,14 @@ def works_of(tasks: Sequence[Task | Job], contestants: Sequence[Contestant] = ()
         alike = (job.kind, *(f"{name}={value}" for name, value in values.items()))
         found.append(
             Work(
-                alike=alike, even=not several, cells=job.cells, steps=job.units, kinds=_kinds_of(job),
+                alike=alike,
+                even=not several,
+                cells=job.cells,
+                steps=job.units,
+                kinds=_kinds_of(job),
                 idle=len(job.absent),
             )
-        )  # fmt: skip
+        )
     return found
 
 

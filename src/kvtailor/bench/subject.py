@@ -56,7 +56,7 @@ class Prefills(Protocol):
 
     def filled(
         self, model: Any, ids: Tensor, cache: Any, *, last_only: bool, instruction: Tensor | None = None
-    ) -> Tensor | None:  # fmt: skip
+    ) -> Tensor | None:
         """See `bench.measure.kept_prompts.KeptPrompts.filled`."""
 
     def not_filled(self, cache: Any, why: str) -> None:

@@ -193,9 +193,12 @@ def _number(option: click.Parameter, value: float) -> float:
 @click.option("--chat", is_flag=True, help="The prompt is a message of the user in the model's chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat, the system's message.")
 @click.option(
-    "--template", multiple=True, metavar="NAME=VALUE", callback=lambda _, option, value: _variables(option, value),
+    "--template",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=lambda _, option, value: _variables(option, value),
     help="With --chat, a variable of the chat template, such as enable_thinking=false; may be given again.",
-)  # fmt: skip
+)
 @click.option(
     "--max-new-tokens", type=click.IntRange(1), default=64, show_default=True, help="Most tokens to generate."
 )

@@ -174,9 +174,12 @@ class Fitting:
         if "layers" in self.stages:
             word = self._quick_scores(space)
             cut = settings(
-                self.sizer.geometry, score=(word or ("",))[0], widths=effort.widths, shares=effort.shares,
+                self.sizer.geometry,
+                score=(word or ("",))[0],
+                widths=effort.widths,
+                shares=effort.shares,
                 by_head=effort.by_head,
-            )  # fmt: skip
+            )
             steps |= {WHICH_SCORER: len(word) * pieces, LAYERS: len(cut) * pieces}
         trials = (effort.trials if "structure" in self.stages else 0) + len(presets)
         steps[STRUCTURE] = trials * pieces + trials // 3 * every
@@ -229,11 +232,12 @@ class Fitting:
         )
         if self.kept:
             head = "\n".join(
-                f"# {line}" for line in (
+                f"# {line}"
+                for line in (
                     f"kvtailor fit for {self.subject.name} has not ended: this is its best plan so far, unproved.",
                     f"{question.context} tokens, {question.batch} row(s), made for {byte_text(memory)}.",
                 )
-            )  # fmt: skip
+            )
             write_whole(self.folder / BEST_FILE, seal_toml(f"{head}\n\n{found.plan.to_toml()}"))
             sentence += f"; kvtailor run --plan {self.folder / BEST_FILE}"
         self.progress.tell(sentence)
@@ -426,9 +430,11 @@ class Fitting:
 
     def _proof_tasks(self) -> list[Task]:
         return proof_tasks(
-            self.material, context=self.question.context, windows=self.effort.windows[0],
+            self.material,
+            context=self.question.context,
+            windows=self.effort.windows[0],
             documents=self.effort.windows[1],
-        )  # fmt: skip
+        )
 
     def _proof(self, finalists: Sequence[tuple[Plan, str, str]]) -> tuple[list[Record], list[Judged]]:
         """Stage 3."""

@@ -152,8 +152,9 @@ def test_records_of_before_stand_for_shared_ones(subject: Subject, tmp_path: Pat
     assert Record(**old).prefill is None and Record(**old).key == first.key
     shared = run(subject, contestants_of(PLANS[:2]), [perplexity()], **given)
     assert len(read_records(tmp_path)) >= len(shared) == 3
-    assert {record.key for record in shared} == {record.key for record in run(
-        subject, contestants_of(PLANS[:2]), [perplexity()], share=False, bandwidth=False)}  # fmt: skip
+    assert {record.key for record in shared} == {
+        record.key for record in run(subject, contestants_of(PLANS[:2]), [perplexity()], share=False, bandwidth=False)
+    }
 
 
 def test_prompts_of_earlier_samples_make_room_for_later_ones() -> None:

@@ -29,9 +29,7 @@ def test_a_plan_that_loses_and_still_works_is_not_called_broken():
 
 def test_a_plan_that_is_broken_in_answers_alone_is_told_by_them():
     answers = needles("full", [1] * 60), needles("kivi4", [1] * 60), needles("streaming", [0] * 57 + [1] * 3)
-    found = advice(
-        FULL, plan("kivi4", around(0.0, 0.01)), plan("streaming", around(0.001, 0.01), size=100), *answers
-    )  # fmt: skip
+    found = advice(FULL, plan("kivi4", around(0.0, 0.01)), plan("streaming", around(0.001, 0.01), size=100), *answers)
     assert found.sentence.startswith(
         "Use kivi4: 25 % of the bytes, at most 0.002 nats per token lost, 60 of 60 answers"
     )

@@ -48,8 +48,21 @@ def test_it_is_what_a_plain_count_of_products_and_bytes_gives(tmp_path):
 
 
 def test_plans_share_a_prompt_where_they_read_it_alike():
-    plans = [None, *map(Plan.parse, ["full", "snapkv @ keep=0.5", "h2o @ keep=0.5", "h2o @ keep=0.2", "reference",
-                                     "kvzip @ keep=0.5", "kvzip @ keep=0.2"])]  # fmt: skip
+    plans = [
+        None,
+        *map(
+            Plan.parse,
+            [
+                "full",
+                "snapkv @ keep=0.5",
+                "h2o @ keep=0.5",
+                "h2o @ keep=0.2",
+                "reference",
+                "kvzip @ keep=0.5",
+                "kvzip @ keep=0.2",
+            ],
+        ),
+    ]
     # The model's own cache, all without a mass, those with one, and `reference`; one repetition.
     assert _readings(plans, shared=True) == (4, 1)
     assert _readings(plans, shared=False) == (8, 2)

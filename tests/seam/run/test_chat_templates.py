@@ -27,15 +27,17 @@ TEMPLATES = {
     "thinking": TURNS + END + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}",
     "refuses a system": "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
     "{% endif %}" + TURNS + END,
-    "needs a system": FIRST + "{% if not ns.first %}{{ raise_exception('a system message comes first') }}{% endif %}"
-    + TURNS + END,
+    "needs a system": FIRST
+    + "{% if not ns.first %}{{ raise_exception('a system message comes first') }}{% endif %}"
+    + TURNS
+    + END,
     "forgets the system": "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}" + END,
     "parts": "{% for m in messages %}<|{{ m['role'] }}|>{% for part in m['content'] %}"
     "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}</s>\n{% endfor %}" + END,
     "parts or nothing": "{% for m in messages %}{{ m['role'] + ': ' + m['content'][0]['text'] }}{% endfor %}" + END,
     "nothing": "no message",
     "broken": "{% for m in messages %}{{ m['content'] }",
-}  # fmt: skip
+}
 NEITHER = "make the token ids yourself"
 # A template, what is asked of it, and the sentence; None: it works.
 CASES: list[tuple[str | None, dict[str, Any], str | None]] = [

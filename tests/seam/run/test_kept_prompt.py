@@ -47,9 +47,15 @@ def model_of(family: str, dtype: torch.dtype = torch.float32):
     if family == "odd":
         # 5 numbers a head, so that hardly any head begins where a register would like it to.
         config = transformers.LlamaConfig(
-            vocab_size=131, hidden_size=40, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=10, max_position_embeddings=512,
-        )  # fmt: skip
+            vocab_size=131,
+            hidden_size=40,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=10,
+            max_position_embeddings=512,
+        )
         torch.manual_seed(0)
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if family in latent_configs():

@@ -127,7 +127,7 @@ class KeptPrompts:
 
     def filled(
         self, model: Any, ids: Tensor, cache: Any, *, last_only: bool, instruction: Tensor | None = None
-    ) -> Tensor | None:  # fmt: skip
+    ) -> Tensor | None:
         """Fill an empty cache with a prompt, which goes through the model where it has not yet.
 
         Args:

@@ -101,9 +101,7 @@ def why_own(plan: Plan) -> str | None:
     return None
 
 
-def keep(
-    model: Any, ids: Tensor, needs: Needs, mask: Tensor | None = None, *, last_only: bool = True
-) -> KeptPrompt:  # fmt: skip
+def keep(model: Any, ids: Tensor, needs: Needs, mask: Tensor | None = None, *, last_only: bool = True) -> KeptPrompt:
     """Return what one forward of a prompt leaves.
 
     Args:

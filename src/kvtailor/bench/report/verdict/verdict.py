@@ -113,9 +113,7 @@ def how_judged(rows: Sequence[Row], measures: Sequence[Measure], margins: Margin
     )
 
 
-def judge(
-    rows: Sequence[Row], measures: Sequence[Measure], margins: Margins
-) -> tuple[list[Judged], list[Measure]]:  # fmt: skip
+def judge(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins) -> tuple[list[Judged], list[Measure]]:
     """Return the plans that hold less than 'full', with what they lost, and the measures they are judged by.
 
     Both are empty where there is no 'full', no smaller plan, or nothing that it gets right.
