@@ -105,8 +105,10 @@ def _kinds_of(job: Job) -> tuple[object, ...]:
     if job.task is None or job.task.exclusive:
         return ()
     plans = [None] * job.task.own_cache + [each.plan for each in job.there]
-    needs = [None if plan is None else (plan.attend.shared_pass(), plan.needs) for plan in plans]
-    kinds = [None if each is None else (each[0], each[1].mass, each[1].reconstruction is not None) for each in needs]
+    kinds = [
+        None if plan is None else (plan.prompt_pass, plan.needs.mass, plan.needs.reconstruction is not None)
+        for plan in plans
+    ]
     return ("first", *kinds[1:]) if kinds else ()
 
 

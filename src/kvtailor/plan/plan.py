@@ -165,6 +165,12 @@ class Plan:
         return replace(needs, rotation=needs.rotation or needs.moments)
 
     @property
+    def prompt_pass(self) -> tuple[str, bool] | None:
+        """By which pass a prompt is read: plans with the same one can share its forward; None: it shares with none."""
+        name = self.attend.shared_pass()
+        return None if name is None else (name, self.needs.mass)
+
+    @property
     def slack_tokens(self) -> int | None:
         """Tokens past the budget that decoding may hold before it is cut back; None where it is never cut."""
         if self.score is None or self.slack == "never":

@@ -72,7 +72,7 @@ class KeptPrompts:
         self._kept: dict[tuple[object, ...], list[_Entry]] = {}
         self._expected: list[Plan] = []
         self._notes: dict[str, _Note] = {}
-        self._compared: set[tuple[object, ...]] = set()
+        self._compared: set[tuple[str, bool] | None] = set()
         self._sample = 0
         self._of: object = None
         self._model: str | None = None
@@ -239,7 +239,7 @@ class KeptPrompts:
         Raises:
             Fraud: it does, and the filled cache is another one.
         """
-        kind = self._kind(plan)
+        kind = plan.prompt_pass
         if kind in self._compared or plan == Plan() or plan not in self._expected:
             return None
         self._compared.add(kind)
@@ -270,7 +270,7 @@ class KeptPrompts:
         for other in self._expected:
             more = other.needs.of_prompt
             apart = found.moments and more.moments and found.moments_skip != more.moments_skip
-            if self._kind(other) == self._kind(plan) and not apart:
+            if other.prompt_pass == plan.prompt_pass and not apart:
                 found |= more
         return found
 
@@ -296,14 +296,11 @@ class KeptPrompts:
         entry.bytes = entry.kept.bytes
         self.peak = max(self.peak, self.bytes)
 
-    def _kind(self, plan: Plan) -> tuple[object, ...]:
-        return plan.attend.shared_pass(), plan.needs.mass
-
     def _name(self, model: Any, ids: Tensor, plan: Plan, last_only: bool) -> tuple[object, ...]:
         """What must be the same for a prompt to be the same."""
         text = ids.to(torch.int64).cpu().contiguous().view(torch.uint8).numpy().tobytes()
         here = dispatch.forced(), torch.get_num_threads(), torch.is_inference_mode_enabled()
-        return text, tuple(ids.shape), last_only, *self._kind(plan), str(getattr(model, "dtype", "")), *here
+        return text, tuple(ids.shape), last_only, plan.prompt_pass, str(getattr(model, "dtype", "")), *here
 
 
 def _alike(one: Tensor, two: Tensor) -> bool:

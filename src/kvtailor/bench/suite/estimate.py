@@ -234,10 +234,10 @@ def _readings(plans: Sequence[Plan | None], *, shared: bool) -> tuple[int, int]:
     passes: set[object] = set()
     repeated: set[object] = set()
     for place, plan in enumerate(plans):
-        name = None if plan is None or not shared else plan.attend.shared_pass()
-        passes.add(place if plan is None or name is None else (name, plan.needs.mass))
+        common = None if plan is None or not shared else plan.prompt_pass
+        passes.add(place if common is None else common)
         if plan is not None and plan.needs.reconstruction is not None:
-            repeated.add(place if name is None else plan.needs.reconstruction)
+            repeated.add(place if common is None else plan.needs.reconstruction)
     return len(passes), len(repeated)
 
 

@@ -96,7 +96,7 @@ class KeptPrompt:
 
 def why_own(plan: Plan) -> str | None:
     """Return why a cache under a plan has to read a prompt itself, as the end of a sentence; None: it need not."""
-    if plan.attend.shared_pass() is None:
+    if plan.prompt_pass is None:
         return f"{name_of(plan.attend)} reads a prompt in a way of its own"
     return None
 
