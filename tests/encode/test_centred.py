@@ -23,6 +23,7 @@ from kvtailor.hf.model.loading import new_model
 from kvtailor.hf.model.modules import modules_by_layer
 from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.lanes.rotate import turn
+from kvtailor.plan import Plan
 from kvtailor.types import KeyOffset, Layout, Rotation
 
 HEADS, SIZE = 3, 16
@@ -135,6 +136,46 @@ def test_without_a_constant_it_is_the_inner_codec() -> None:
         a, b = mine.stored.segments[0], theirs.stored.segments[0]
         assert type(a) is type(b) and all(map(torch.equal, a.decode(), b.decode()))
     assert one.ledger().total == other.ledger().total
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("preset", "published"),
+    [
+        ("turboquant4", "hadamard(of=gaussian(bits=4), signs=0)"),
+        ("turboquant3", "hadamard(of=gaussian(bits=3), signs=0)"),
+        ("turboquant2", "hadamard(of=gaussian(bits=2), signs=0)"),
+        ("quarot4", "hadamard(of=vector(bits=4, symmetric=false))"),
+        ("sides(keys=turboquant4, values=quarot4)", "sides(keys=hadamard(of=gaussian(bits=4), signs=0), "
+         "values=hadamard(of=vector(bits=4, symmetric=false)))"),
+    ],
+)  # fmt: skip
+def test_a_preset_is_what_was_published_where_keys_have_no_bias(preset: str, published: str) -> None:
+    """The same segments, bytes, short way and bits of logits."""
+    model, (ids, mask) = build("llama"), prompts((150, 133))
+    logits, kinds, steady = [], [], []
+    for plan in (preset, published):
+        answers, cache = decoded(model, ids, mask, plan)
+        logits.append(answers)
+        kinds.append([[type(each) for each in state.parts()] for state in cache.engine.states])
+        steady.append([layer.steady is not None for layer in cache.layers])
+    assert torch.equal(*logits) and kinds[0] == kinds[1] and steady[0] == steady[1]
+    one, two = Plan.parse(preset).encode, Plan.parse(published).encode
+    sizes = {"tokens": 100, "key_size": 64, "value_size": 64}
+    assert one.bytes_per_token(64, 64, 2) == two.bytes_per_token(64, 64, 2)
+    assert one.read_flops(queries=4, **sizes) == two.read_flops(queries=4, **sizes)
+    assert one.encode_flops(**sizes) == two.encode_flops(**sizes)
+
+
+def test_it_codes_one_side_and_of_values_is_the_inner_codec() -> None:
+    layout = Layout(rows=1, heads=HEADS, size=40, start=500)
+    offset = KeyOffset(vectors=vectors(), rotation=ROTATIONS["halves"])
+    rest, keys = keys_of(layout, offset)
+    coarse = "vector(bits=2, block_size=1)"
+    made = bound(offset, f"sides(keys={CODEC}, values={CODEC})").encode(layout, keys, rest)
+    alone = codec_of(coarse).encode(layout, rest, rest).decode()
+    assert isinstance(made, CentredSegment) and torch.equal(made.decode()[1], alone[1])
+    assert float((made.decode()[0] - keys).norm()) < 1.05 * float((alone[0] - rest).norm())
 
 
 def made_plan(centred: bool) -> str:

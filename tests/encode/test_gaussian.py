@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.support.segments_of import states
 
+from kvtailor.encode.composed.centred import Centred
 from kvtailor.encode.gaussian import Gaussian
 from kvtailor.encode.hadamard import Hadamard
 from kvtailor.encode.vector import Vector
@@ -132,7 +133,7 @@ def test_bytes_are_those_of_the_closed_form(bits):
 
 
 def test_words():
-    assert Plan.parse("turboquant4").encode == Hadamard(of=Gaussian(bits=4), signs=0)
+    assert Plan.parse("turboquant4").encode == Centred(of=Hadamard(of=Gaussian(bits=4), signs=0))
     with pytest.raises(ValueError, match="bits must be 1 to 8, found 9"):
         Gaussian(bits=9)
     with pytest.raises(ValueError, match="block_size must be 1"):

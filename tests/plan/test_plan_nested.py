@@ -213,7 +213,7 @@ def test_a_method_that_cannot_be_made_by_its_name_has_examples() -> None:
     [
         (
             "sides(keys=turboquant4, values=kivi4)",
-            "sides(keys=hadamard(signs=0, of=gaussian(bits=4)), values=kivi(bits=4))",
+            "sides(keys=centred(of=hadamard(signs=0, of=gaussian(bits=4))), values=kivi(bits=4))",
         ),
         ("by_age(of=[kivi4, kivi2], ages=[512])", "by_age(of=[kivi(bits=4), kivi(bits=2)], ages=[512])"),
         ("hadamard(of=kivi4)", "hadamard(of=kivi(bits=4))"),

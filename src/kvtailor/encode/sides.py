@@ -20,6 +20,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from kvtailor.encode.composed.centred import Centred
 from kvtailor.encode.contract import Codec, CodecContext, Sides, TwoSided, refuse_non_finite
 from kvtailor.encode.hadamard import Hadamard
 from kvtailor.encode.plain import Plain
@@ -44,11 +45,13 @@ class SidesSegment(PairSegment):
 class SidesCodec(Codec):
     """A codec for each side.
 
-    Each is one that codes keys and values on their own (kivi, vector, fp8, nuq), or hadamard or unrotated around one.
+    Each is one that codes keys and values on their own (kivi, vector, fp8, nuq), or hadamard, unrotated or centred
+    around one.
 
     Attributes:
         keys: the codec of keys; `plain`: they stay as they are.
-        values: the codec of values, likewise. Values have no rotary embedding, so `unrotated` is for keys alone.
+        values: the codec of values, likewise. Values have no rotary embedding, so `unrotated` is for keys alone. Nor
+            have they the constant that `centred` takes off keys, so that it is left out there.
     """
 
     keys: Codec
@@ -88,6 +91,11 @@ class SidesCodec(Codec):
     def needs_rotation(self) -> bool:
         """Whether keys are turned back."""
         return self.keys.needs_rotation
+
+    @property
+    def needs_offset(self) -> bool:
+        """Whether the keys' codec does."""
+        return self.keys.needs_offset
 
     @property
     def bears_offset(self) -> bool:
@@ -177,10 +185,10 @@ class SidesCodec(Codec):
         return None
 
 
-def _changes(codec: Codec) -> list[Hadamard | Unrotated]:
-    """What mixes or turns states before they are coded, the outermost first."""
-    found: list[Hadamard | Unrotated] = []
-    while isinstance(codec, Hadamard | Unrotated):
+def _changes(codec: Codec) -> list[Hadamard | Unrotated | Centred]:
+    """What mixes, turns or shifts states before they are coded, the outermost first."""
+    found: list[Hadamard | Unrotated | Centred] = []
+    while isinstance(codec, Hadamard | Unrotated | Centred):
         found.append(codec)
         codec = codec.of
     return found
@@ -209,12 +217,12 @@ def _check(side: _Side, codec: object) -> None:
     if not isinstance(coder, TwoSided) or coder.block < 1:
         raise ValueError(
             f"sides: {side} has {kind}, and each side must have a codec that codes keys and values on their own "
-            "(kivi, vector, fp8, nuq), hadamard or unrotated around one, or plain"
+            "(kivi, vector, fp8, nuq), hadamard, unrotated or centred around one, or plain"
         )
     if side == "values" and codec.needs_rotation:
         raise ValueError("sides: values have no rotary embedding that could be turned back: leave unrotated out")
     for each in (*_changes(codec), coder):
-        only = "both" if isinstance(each, Unrotated) else each.only
+        only = "both" if isinstance(each, Unrotated | Centred) else each.only
         if only != "both":
             raise ValueError(
                 f"sides: {side} has {type(each).__name__}(only={only}), and gets {side} alone by its place: leave "

@@ -93,7 +93,8 @@ def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False) -> KvCache:
             state.model.softmax = softmax_before(known[layer], share)
     _equip(cache, model, devices, parsed.needs)
     if share.ranks == 1:
-        warn_of_key_bias(model, cache.plan, geometry)
+        offsets = {layer: s.model.offset for s, layer in zip(cache.engine.states, geometry.compressed, strict=True)}
+        warn_of_key_bias(model, cache.plan, geometry, offsets)
     _warn_of_double(model)
     cache.lease = switch(model, NAME)
     if isinstance(cache, ReplayedCache):
@@ -193,23 +194,23 @@ def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device], needs: N
 
 
 def _centre(cache: KvCache, model: Any) -> None:
-    """Gives the layers the constant part of their keys, and warns where there is one that could not be found."""
+    """Gives the layers the constant part of their keys; where several processes share the model, warns instead."""
     shapes = cache.own_geometry.shapes
     modules, known = modules_by_layer(model, attending=_with_states(cache.geometry)), dict[object, Rotation]()
-    unknown = []
+    biased = []
     for state, layer in zip(cache.engine.states, cache.geometry.compressed, strict=True):
         if layer not in modules or shapes[layer].latents:
             continue
         if cache.share.ranks == 1:
             shape = shapes[layer]
             state.model.offset = key_offset_of(model, modules[layer], shape.kind, shape.key_size, known)
-        if state.model.offset is None and has_key_bias(modules[layer]):
-            unknown.append(layer)
-    if unknown:
+        elif has_key_bias(modules[layer]):
+            biased.append(layer)
+    if biased:
         warnings.warn(
-            f"{cache.plan}: in {len(unknown)} layers, the first of them {unknown[0]}, a projection has a bias, and "
-            "what it adds to keys is nothing or could not be found (of several processes it is not looked for): there "
-            "the codec stores keys as without centred",
+            f"{cache.plan}: in {len(biased)} layers, the first of them {biased[0]}, a projection has a bias; what it "
+            "adds to keys is not looked for where several processes share a model, so there the codec stores keys as "
+            "without centred",
             stacklevel=4,
         )
 

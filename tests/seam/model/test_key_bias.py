@@ -18,6 +18,8 @@ from kvtailor.hf.model.loading import new_model
 from kvtailor.hf.model.modules import modules_by_layer
 from kvtailor.plan import Plan
 
+# The preset turboquant4 without centred.
+ROTATED = "hadamard(of=gaussian(bits=4), signs=0)"
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 48,
@@ -62,9 +64,22 @@ def test_bits_are_those_of_the_closed_form(bias: float) -> None:
 
 def test_a_plan_is_warned_of_once_and_told_what_to_use() -> None:
     model = made("qwen2", 40.0)
-    found = said(model, "turboquant4", "turboquant4", "vector(bits=4)")
+    found = said(model, ROTATED, ROTATED, "vector(bits=4)")
     assert len(found) == 2 and all("kivi4 or kvquant4" in each and "2 layers" in each for each in found)
-    assert "hadamard" in found[0] and "vector" in found[1]
+    assert "hadamard" in found[0] and "vector" in found[1] and all("centred(of=...)" in each for each in found)
+
+
+def test_where_the_bias_cannot_be_taken_off_centred_is_warned_of() -> None:
+    """Angles of a dynamic rotary embedding depend on the length, so that no key tells those of others."""
+    def dynamic(model: Any) -> Any:
+        model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+        return model
+
+    model = dynamic(made("qwen2", 40.0))
+    found = said(model, "turboquant4", "by_layer(of=[centred(of=vector(bits=4)), vector(bits=4)], layers=[0, 1, 1])")
+    assert len(found) == 2 and "could not take the bias off" in found[0] and "centred(of=...)" in found[1]
+    assert said(dynamic(made("qwen2", 0.5)), "turboquant4") == []
 
 
 @pytest.mark.parametrize(
@@ -73,6 +88,14 @@ def test_a_plan_is_warned_of_once_and_told_what_to_use() -> None:
         "full",
         "kivi4",
         "kvquant4",
+        "turboquant2",
+        "turboquant3",
+        "turboquant4",
+        "quarot4",
+        "centred(of=nvfp4)",
+        "by_layer(of=[plain, turboquant4], layers=[0, 1, 1])",
+        "sides(keys=turboquant4, values=vector(bits=4))",
+        "snapkv + quarot4 @ keep=0.5",
         "vector(bits=8)",
         "fp8",
         "snapkv @ keep=0.5",
@@ -92,7 +115,7 @@ def test_a_table_of_layers_counts_where_the_bias_is() -> None:
 
 @pytest.mark.parametrize(("kind", "bias", "more"), [("qwen2", 0.5, {}), ("llama", 0.0, {}), ("qwen3", 0.0, {})])
 def test_models_without_a_large_bias_are_not_warned_of(kind: str, bias: float, more: dict[str, Any]) -> None:
-    assert said(made(kind, bias, **more), "turboquant4", "quarot4", "vector(bits=4)", "nvfp4") == []
+    assert said(made(kind, bias, **more), "turboquant4", ROTATED, "quarot4", "vector(bits=4)", "nvfp4") == []
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "phi", "starcoder2", "opt"])
@@ -120,14 +143,16 @@ def test_a_bias_behind_which_keys_are_normed_is_no_constant() -> None:
 def test_check_and_show_read_the_folder(tmp_path: Path) -> None:
     model = made("qwen2", 40.0)
     model.save_pretrained(tmp_path)
-    plan, geometry = Plan.parse("turboquant4"), Geometry.of(model.config)
+    plan, geometry = Plan.parse(ROTATED), Geometry.of(model.config)
     sentence = said_without_weights(plan, str(tmp_path), geometry)
     assert sentence is not None and "2 layers" in sentence
-    assert said_without_weights(Plan.parse("kivi4"), str(tmp_path), geometry) is None
+    for each in ("kivi4", "turboquant4", "quarot4"):
+        assert said_without_weights(Plan.parse(each), str(tmp_path), geometry) is None
     for verb in ("check", "show"):
-        found = CliRunner().invoke(main, [verb, "turboquant4", "--model", str(tmp_path)])
+        found = CliRunner().invoke(main, [verb, ROTATED, "--model", str(tmp_path)])
         assert found.exit_code == 0 and "warning:" in found.output and "kivi4" in found.output, found.output
-        assert "warning:" not in CliRunner().invoke(main, [verb, "kivi4", "--model", str(tmp_path)]).output
+        for each in ("kivi4", "turboquant4"):
+            assert "warning:" not in CliRunner().invoke(main, [verb, each, "--model", str(tmp_path)]).output
     for file in tmp_path.glob("*.safetensors"):
         file.unlink()
     sentence = said_without_weights(plan, str(tmp_path), geometry)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -84,15 +84,10 @@ class Centred(Around, Codec):
         """Yes, by taking it off."""
         return True
 
-    def one_sided(self, side: Sides, asked: str) -> Centred:
-        """See `Codec.one_sided`.
-
-        Raises:
-            ValueError: values are asked for, which have no such constant.
-        """
-        if side == "values":
-            raise ValueError(f"{asked}: centred changes keys alone: leave it out where values alone are coded")
-        return replace(self, of=self.of.one_sided(side, asked))
+    def one_sided(self, side: Sides, asked: str) -> Any:
+        """See `Codec.one_sided`; of values, which have no such constant, it is the inner codec."""
+        inner = self.of.one_sided(side, asked)
+        return inner if side == "values" else replace(self, of=inner)
 
     def for_layer(self, context: CodecContext) -> Codec:
         """This codec with the layer's constant; the inner codec where there is none."""
@@ -128,14 +123,23 @@ class Centred(Around, Codec):
         return self._around(self.of.restore(layout, fields, tensors), tensors.get("first"))
 
     def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
-        """Those of the inner codec, and 4 for each key channel: 2 products and a sum for the constant, and its sum."""
+        """Those of the inner codec; where there is a constant, 4 for each key channel more, to turn and add it."""
         inner = self.of.encode_flops(tokens=tokens, key_size=key_size, value_size=value_size)
-        return None if inner is None else inner + 4 * tokens * key_size
+        return None if inner is None else inner + self._turning(tokens, key_size)
 
     def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
         """As `encode_flops`."""
         inner = self.of.decode_flops(tokens=tokens, key_size=key_size, value_size=value_size)
-        return None if inner is None else inner + 4 * tokens * key_size
+        return None if inner is None else inner + self._turning(tokens, key_size)
+
+    def read_flops(self, *, tokens: int, queries: int, key_size: int, value_size: int) -> int | None:
+        """Those of the inner codec; where there is a constant, each token is decoded."""
+        if self._offset is not None:
+            return self.decode_flops(tokens=tokens, key_size=key_size, value_size=value_size)
+        return self.of.read_flops(tokens=tokens, queries=queries, key_size=key_size, value_size=value_size)
+
+    def _turning(self, tokens: int, key_size: int) -> int:
+        return 0 if self._offset is None else 4 * tokens * key_size
 
     def _around(self, inner: Segment, first: Tensor | None) -> CentredSegment:
         return CentredSegment(layout=inner.layout, inner=inner, offset=self._bound(), first=first)

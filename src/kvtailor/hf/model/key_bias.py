@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from kvtailor.encode.contract import Codec, CodecContext
+from kvtailor.encode.contract import CodecContext
 from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.model.devices import runs_on
 from kvtailor.hf.model.geometry import Geometry
@@ -44,6 +44,8 @@ __all__ = [
 INSTEAD = "kivi4 or kvquant4"
 """Presets that lose nothing by such a bias."""
 _MUCH = 2.0
+# Stands for a constant that is not at hand.
+_TAKEN_OFF = KeyOffset(vectors=torch.zeros(1, 1, dtype=torch.float32))
 _PAIRS = 4
 # Bits of an attention module, found once for the biases that it had then.
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[object, float]] = weakref.WeakKeyDictionary()
@@ -98,28 +100,44 @@ def key_bias_bits(model: Any, geometry: Geometry) -> dict[int, float]:
     return found
 
 
-def harmed_by_key_bias(plan: Plan, layers: Sequence[int], bits: Mapping[int, float]) -> dict[int, float]:
+def harmed_by_key_bias(
+    plan: Plan,
+    layers: Sequence[int],
+    bits: Mapping[int, float],
+    offsets: Mapping[int, KeyOffset | None] | None = None,
+) -> dict[int, float]:
     """Return the bits of the layers where the constant takes two or more, and where the plan codes keys coarsely.
 
     Args:
         plan: of a cache.
         layers: that the plan compresses.
         bits: as `key_bias_bits` gives them.
+        offsets: what `centred` takes off, by layer; None: taken to be known wherever it is asked for.
     """
-    large = {index: bits[layer] for index, layer in enumerate(layers) if bits.get(layer, 0.0) >= _MUCH}
-    if plan.encode.bears_offset or not large:
-        return {}
-    return {layers[index]: much for index, much in large.items() if not _on(plan, index, len(layers)).bears_offset}
+    found = {}
+    for index, layer in enumerate(layers):
+        if bits.get(layer, 0.0) >= _MUCH:
+            known = _TAKEN_OFF if offsets is None else offsets.get(layer)
+            context = CodecContext(layer=index, layers=len(layers), offset=known)
+            if not plan.encode.for_layer(context).bears_offset:
+                found[layer] = bits[layer]
+    return found
 
 
 def sentence_of(plan: Plan, harmed: Mapping[int, float]) -> str:
     """Return what to say of a plan on a model in whose `harmed` layers it codes keys coarsely; not empty."""
+    return (
+        f"{_harm(plan, harmed)}. Write the codec inside centred(of=...), which takes the bias off before it codes, as "
+        f"the presets turboquant4 and quarot4 do, use {INSTEAD}, or measure the loss with kvtailor bench"
+    )
+
+
+def _harm(plan: Plan, harmed: Mapping[int, float]) -> str:
     worst = max(harmed, key=lambda layer: harmed[layer])
     where = f"layer {worst}" if len(harmed) == 1 else f"{len(harmed)} layers, most in layer {worst}"
     return (
         f"{plan} harms this model: its key projections have a bias, many times what keys differ by ({where}), and this "
-        f"codec has few levels and one scale for a whole key. Use {INSTEAD}, write the codec inside centred(of=...), "
-        "which takes the bias off before it codes and reads more slowly, or measure the loss with kvtailor bench"
+        "codec has few levels and one scale for a whole key"
     )
 
 
@@ -146,24 +164,42 @@ def said_without_weights(plan: Plan, name: str, geometry: Geometry) -> str | Non
         return sentence_of(plan, harmed) if harmed else None
     return (
         f"{plan}: the key projections of this model may have a bias. Where it is large, as in Qwen2 and Qwen2.5, this "
-        f"codec loses much and {INSTEAD} do not; `run`, `bench` and cache_for look at the weights and tell"
+        f"codec loses much; inside centred(of=...) it does not, nor do {INSTEAD}. `run`, `bench` and cache_for look at "
+        "the weights and tell"
     )
 
 
-def warn_of_key_bias(model: Any, plan: Plan, geometry: Geometry, *, stacklevel: int = 3) -> None:
-    """Warn once of each plan whose codec is harmed by the bias of a model's key projections."""
+def warn_of_key_bias(
+    model: Any,
+    plan: Plan,
+    geometry: Geometry,
+    offsets: Mapping[int, KeyOffset | None],
+    *,
+    stacklevel: int = 3,
+) -> None:
+    """Warn once of each plan whose codec is harmed by the bias of a model's key projections.
+
+    Args:
+        model: a transformers causal language model, its weights loaded.
+        plan: of a cache.
+        geometry: of the model.
+        offsets: what `centred` takes off, by layer.
+        stacklevel: of the warning.
+    """
     said = _warned.setdefault(model, set())
-    if str(plan) in said or plan.encode.bears_offset:
+    if str(plan) in said or (plan.encode.bears_offset and not plan.encode.needs_offset):
         return
     said.add(str(plan))
-    harmed = harmed_by_key_bias(plan, geometry.compressed, key_bias_bits(model, geometry))
-    if harmed:
-        warnings.warn(sentence_of(plan, harmed), stacklevel=stacklevel)
-
-
-def _on(plan: Plan, index: int, layers: int) -> Codec:
-    """The plan's codec on one layer, as far as its table of layers goes."""
-    return plan.encode.for_layer(CodecContext(layer=index, layers=layers)) if plan.encode.table_layers else plan.encode
+    bits = key_bias_bits(model, geometry)
+    harmed, bare = (harmed_by_key_bias(plan, geometry.compressed, bits, each) for each in (offsets, None))
+    if bare:
+        warnings.warn(sentence_of(plan, bare), stacklevel=stacklevel)
+    elif harmed:
+        warnings.warn(
+            f"{_harm(plan, harmed)}; centred could not take the bias off there, since the attention does not tell what "
+            f"it adds to a key at each position. Use {INSTEAD}, or measure the loss with kvtailor bench",
+            stacklevel=stacklevel,
+        )
 
 
 def _biases(module: nn.Module) -> list[Tensor]:
