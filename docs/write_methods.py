@@ -97,7 +97,7 @@ def _index(stages: Mapping[str, list[registry.MethodInfo]], papers: tuple[Paper,
     yield f"terminal.{measured} All formulas stand in [formulas.md](formulas.md), in one notation.\n"
     yield "Of what kvpress 0.5.5 has, RestoreKV is not here: it puts entries that are no text into the cache, which"
     yield "adapters trained for one model make, and a plan works on any model without weights of its own."
-    yield "`kvzip + pooled`, on which it is built, is here."
+    yield "`kvzip`, on which it is built, is here."
     yield "`docs/coming-from-kvpress.md` has every press.\n"
     for stage, infos in stages.items():
         yield f"## {stage}\n\n{_sentence(stage)}\n"

@@ -119,7 +119,21 @@ def test_says_what_to_do_where_nothing_was_repeated() -> None:
         KVzip().score(held)
 
 
-def test_the_preset_is_one_pool_for_all_heads() -> None:
-    plan = Plan.parse("kvzip_pooled @ keep=0.3")
+def test_the_published_name_is_the_published_method() -> None:
+    """One pool for all layers and heads; equal budgets are another method, and its line says so."""
+    plan = Plan.parse("kvzip @ keep=0.3")
     assert str(plan) == "kvzip + pooled(floor=0.0) @ keep=0.3"
     assert plan.scope == "prompt" and plan.slack_tokens is None
+    assert plan == Plan.parse("kvzip_pooled @ keep=0.3") == Plan.from_toml('preset = "kvzip_pooled"\nkeep = 0.3')
+    assert Plan.parse("kvzip(chunk=64) @ keep=0.3") == Plan.parse("kvzip(chunk=64) + pooled(floor=0) @ keep=0.3")
+    equal = Plan(score=KVzip(), keep=0.3)
+    assert str(equal) == "kvzip + uniform @ keep=0.3" and Plan.parse(str(equal)) == equal != plan
+    assert Plan.from_toml(equal.to_toml()) == equal
+    with_code = Plan.parse("kvzip + kivi(bits=4) @ keep=0.3")
+    assert with_code.scope == "prompt" and str(with_code).startswith("kvzip + pooled(floor=0.0) + kivi")
+
+
+@pytest.mark.parametrize("name", ["kvzip_plus", "kvgrad", "fastkvzip"])
+def test_what_is_built_on_it_shares_the_pool(name: str) -> None:
+    assert Plan.parse(f"{name} @ keep=0.3") == Plan.parse(f"{name} + pooled(floor=0) @ keep=0.3")
+    assert str(Plan.parse(f"{name} + uniform @ keep=0.3")) == f"{name} + uniform @ keep=0.3"

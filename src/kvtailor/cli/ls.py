@@ -78,17 +78,17 @@ def _about_one(name: str) -> dict[str, object] | None:
         say(f"{name}= (behind @)", bold=True)
         say(f"  {_budgets()[name]}", hang=2)
         return {"budget": name, "explained": _budgets()[name]}
-    if name in registry.presets():
-        preset = registry.presets()[name]
+    stages = [stage for stage in registry.stages() if name in registry.methods(stage)]
+    told: dict[str, object] = {}
+    if (preset := registry.preset_of(name)) is not None:
         budget = f" @ {preset.budget}" if preset.budget else ""
         plan = Plan.parse(name + budget)
-        _say_head(name, "preset", preset.note, preset.paper)
+        _say_head(preset.name, "preset" if name == preset.name else f"preset, once {name}", preset.note, preset.paper)
         say(f"  stands for: {plan}", hang=4)
-        say(f'  kvtailor show "{name}{budget}" explains each part')
-        return {"preset": asdict(preset), "plan": str(plan)}
-    stages = [stage for stage in registry.stages() if name in registry.methods(stage)]
+        say(f'  kvtailor show "{preset.name}{budget}" explains each part')
+        told = {"preset": asdict(preset), "plan": str(plan)}
     if not stages:
-        return None
+        return told or None
     info = registry.describe(name)
     _say_head(name, info.stage, info.summary, info.paper)
     arguments = _arguments(info)
@@ -100,7 +100,7 @@ def _about_one(name: str) -> dict[str, object] | None:
         say("Behind @ stands the budget, one of tokens, keep and bytes; slack may stand beside it:")
         for key, text in _budgets().items():
             say(f"  {key + '=':<24} {text}", hang=27)
-    return {"method": asdict(info), "arguments": arguments}
+    return {**told, "method": asdict(info), "arguments": arguments}
 
 
 def _say_head(name: str, kind: str, summary: str, paper: str) -> None:

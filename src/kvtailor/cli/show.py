@@ -141,7 +141,7 @@ def _named(text: str) -> str | None:
     from kvtailor.plan import registry
 
     words = set(re.findall(r"\w+", text.partition("@")[0])) if not text.strip().endswith(".toml") else set()
-    return " ".join(text.split()) if words & registry.presets().keys() else None
+    return " ".join(text.split()) if any(map(registry.preset_of, words)) else None
 
 
 def _sizes_of(config: Any, dtype: str | None) -> tuple[Geometry, dict[str, Any]]:

@@ -106,7 +106,7 @@ def fit(
     if not stages:
         raise KvtailorError("asked for a fit without a stage that searches: give layers, structure, or both")
     for name in without:
-        if name not in registry.presets():
+        if registry.preset_of(name) is None:
             registry.stage_of(name)
     subject = Subject.of(model, tokenizer, "a fit")
     # Pieces are few and plans come in many runs, so that a piece is kept from one run to the next.

@@ -196,7 +196,7 @@ class Plan:
         return "\n".join(lines).strip() + "\n" if lines else f'preset = "{FULL}"\n'
 
     def __str__(self) -> str:
-        words = [str(word) for word in self._words().values()]
+        words = [str(word) for word in self._line_words().values()]
         sized = {k: write_bytes(v) for k, v in self._settings.items() if k == "bytes" and isinstance(v, int)}
         tail = ", ".join(f"{k}={sized.get(k) or write_value(v)}" for k, v in self._settings.items())
         return (" + ".join(words) or FULL) + (f" @ {tail}" if tail else "")
@@ -239,6 +239,18 @@ class Plan:
             if word.arguments or word.name != registry.null(stage):
                 found[stage] = word
         return found
+
+    def _line_words(self) -> dict[str, Word]:
+        """Those of a line: where one is a preset's name too, what that preset would bring is written against it."""
+        found = self._words()
+        brought = {
+            stage
+            for word in found.values()
+            if (preset := registry.preset_of(word.name)) is not None
+            for stage in preset.plan.keys() & registry.null_stages()
+        }
+        written = {stage: word_of(self.parts[stage]) for stage in brought - found.keys()}
+        return {stage: (found | written)[stage] for stage in self.parts if stage in found or stage in written}
 
 
 def parse(text: str) -> Plan:

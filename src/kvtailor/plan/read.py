@@ -37,12 +37,12 @@ class Asked:
 
 def line_parts(text: str) -> Asked:
     """Return what the one-line form names."""
-    chosen, known = _Chosen(), registry.presets()
+    chosen = _Chosen()
     line = read_line(text, chosen.faults)
     chosen.unsure = bool(chosen.faults)
     for word in line.words:
-        if word.name in known:
-            chosen.add_preset(known[word.name], word.arguments)
+        if (preset := registry.preset_of(word.name)) is not None:
+            chosen.add_preset(preset, word.arguments)
             continue
         try:
             chosen.add(registry.stage_of(word.name), word)
@@ -55,7 +55,7 @@ def line_parts(text: str) -> Asked:
 
 def toml_parts(text: str) -> Asked:
     """Return what the TOML form names."""
-    chosen, known = _Chosen(), registry.presets()
+    chosen = _Chosen()
     try:
         if (why := too_much(text)) is not None:
             raise ArgumentError(why)
@@ -69,10 +69,10 @@ def toml_parts(text: str) -> Asked:
         return Asked(parts={}, settings={}, faults=[why])
     named = table.pop("preset", [])
     for name in named if isinstance(named, list) else [named]:
-        if isinstance(name, str) and name in known:
-            chosen.add_preset(known[name])
+        if isinstance(name, str) and (preset := registry.preset_of(name)) is not None:
+            chosen.add_preset(preset)
         else:
-            chosen.faults.append(str(UnknownName("preset", str(name), known)))
+            chosen.faults.append(str(UnknownName("preset", str(name), registry.presets())))
             chosen.unsure = True
     words, settings = _read_table(table, chosen.faults)
     for stage, word in words.items():

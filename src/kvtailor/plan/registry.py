@@ -47,6 +47,8 @@ __all__ = [
     "methods",
     "name_of",
     "null",
+    "null_stages",
+    "preset_of",
     "presets",
     "stage_of",
     "stages",
@@ -106,6 +108,7 @@ class Preset:
         paper: key in `docs/papers.bib` and where in it; empty where there is none.
         note: what it is and how it differs from the paper, one or two sentences.
         budget: a budget to begin with, as a plan writes it; empty where nothing is evicted.
+        once: names that it had before, which plans, records and files of then still say.
     """
 
     name: str
@@ -113,6 +116,7 @@ class Preset:
     paper: str
     note: str
     budget: str
+    once: tuple[str, ...] = ()
 
 
 if not TYPE_CHECKING:  # a type checker is to miss names that are not there
@@ -219,6 +223,11 @@ def null(stage: str) -> str | None:
     return _NULL.get(stage)
 
 
+def null_stages() -> frozenset[str]:
+    """The stages that have a method in every plan."""
+    return frozenset(_NULL)
+
+
 def method_of(stage: str, name: str | None) -> Method | None:
     """A method with its defaults; None for the name None."""
     return None if name is None else load(stage, name)()
@@ -248,8 +257,15 @@ def presets() -> dict[str, Preset]:
             paper=about.get("paper", ""),
             note=about.get("note", ""),
             budget=about.get("budget", ""),
+            once=tuple(about.get("once", ())),
         )
     return found
+
+
+def preset_of(name: str) -> Preset | None:
+    """The preset that has this name, or had it before; None: none."""
+    known = presets()
+    return known.get(name) or next((each for each in known.values() if name in each.once), None)
 
 
 @cache

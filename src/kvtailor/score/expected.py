@@ -10,10 +10,11 @@ file, measured on texts, as kvpress has it beside the paper's.
 
 *Source*: the paper's formulas and a description of its implementation in kvpress (Apache-2.0).
 
-*Departs*: the model's own factor stands for 1 / sqrt(d). The statistics go on while decoding, where tokens are evicted
-again; the paper's are those of the prompt. Each head of a group is weighed alone, without the sinks, then averaged, as
-in its implementation; a learned sink of the model's is one more expected weight of its head. Under a cap on logits the
-expectation has no closed form, and the method is refused.
+*Departs*: the paper also shares a layer's budget among its heads by their scores: that is the preset
+`expected_attention`, and `expected` is its score alone. The model's own factor stands for 1 / sqrt(d). The statistics
+go on while decoding, where tokens are evicted again; the paper's are those of the prompt. Each head of a group is
+weighed alone, without the sinks, then averaged, as in its implementation; a learned sink of the model's is one more
+expected weight of its head. Under a cap on logits the expectation has no closed form, and the method is refused.
 
 *Cost*: mean and covariance, 4 d (d + 1) bytes for each query head; O(q n d^2) time, and float32 scratch (n, d) for one
 head at a time. With `static` a file of as many bytes for each query head of each layer, and nothing is observed.

@@ -9,10 +9,10 @@ algorithm 1; our `mass` = its accumulated score, our `recent` = its recent budge
 *Source*: the paper and a description of its repository (no licence: nothing was taken).
 
 *Departs*: the paper makes the recent window half of the budget; a scorer runs before a budget is known, so `recent` is
-a number of tokens. The paper evicts after every token; here once the cache is `slack` tokens past the budget. Query
-heads of one kv head are summed (the paper has no such groups). The plain sum favours early tokens, which more queries
-have seen; that is the paper's and stays the default, `normalise` divides by the number of queries that could see the
-token (columns from its own on).
+a number of tokens: the paper's setting is written out, as in `h2o(recent=128) @ tokens=256`. The paper evicts after
+every token; here once the cache is `slack` tokens past the budget. Query heads of one kv head are summed (the paper has
+no such groups). The plain sum favours early tokens, which more queries have seen; that is the paper's and stays the
+default, `normalise` divides by the number of queries that could see the token (columns from its own on).
 
 *Cost*: column sums of attention over all causal queries, streamed, never n x n; 4 bytes per held token and kv head
 while decoding.

@@ -9,11 +9,13 @@ that repetition gives it.
 
 *Source*: the paper and its official code (MIT), for facts: the tokens of a system prompt share every softmax.
 
-*Departs*: `sinks` first tokens always stay and share every softmax, in place of a system prompt, which is not
-recognised here. The instruction's words are our own and no chat turn is opened around them. Pieces of a row are equally
-long, where the paper's last one is shorter, and shorter than `chunk` where the model has no positions for more. A token
-that came after the context outranks it, the newest most, where a plan evicts while decoding (`slack`); by default
-nothing is evicted after the context, as published.
+*Departs*: the paper pools the tokens of all layers and heads, which a score alone does not: in a plan the word `kvzip`
+is a preset that brings that pool, and `kvzip + uniform`, equal budgets, is another method. `sinks` first tokens always
+stay and share every softmax, in place of a system prompt, which is not recognised here. The instruction's words are our
+own and no chat turn is opened around them. Pieces of a row are equally long, where the paper's last one is shorter, and
+shorter than `chunk` where the model has no positions for more. A token that came after the context outranks it, the
+newest most, where a plan evicts while decoding (`slack`); by default nothing is evicted after the context, as
+published.
 
 *Cost*: the context is fed a second time, and its full cache held meanwhile, so no chunked prefill bounds the peak. For
 each head and piece of m tokens m (2 m + s) logits more, s for instruction and sinks, in blocks; 4 bytes per token and

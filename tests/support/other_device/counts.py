@@ -64,7 +64,7 @@ def plans() -> dict[str, str]:
     """Plan texts by the name that a table has for them: presets, methods, and some combinations."""
     # Whether torch takes gradients there depends on what ran in the process before: see `ready.GRADED`.
     methods = {plan: plan for plan in first_of_each_method().values() if GRADED not in plan}
-    presets = {text.partition(" @")[0]: text for text in plans_of_presets().values()}
+    presets = {text.partition(" @")[0]: text for text in plans_of_presets().values() if GRADED not in text}
     return presets | {plan: plan for plan in TOGETHER} | {k: v for k, v in methods.items() if k not in presets}
 
 

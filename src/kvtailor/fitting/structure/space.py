@@ -244,7 +244,7 @@ def _is_score(text: str) -> bool:
 
 def _words(point: Point, context: int) -> str:
     words = [] if point["score"] == NONE else [point["score"]]
-    if words and point["allocate"] != "uniform":
+    if words:
         words.append(point["allocate"])
     if words and point["merge"] != "drop":
         words.append(point["merge"])

@@ -10,11 +10,11 @@ and keys of 16 channels.
 *Source*: the abstract and reviews, and the gate's form in kvpress (Apache-2.0); its official code has no licence and
 was not used.
 
-*Departs*: as `kvzap`, it reads the token's key, turned back, and its value in its own kv head instead of the whole
-hidden state, so released gates do not fit. The training's loss is ours, the cross-entropy of two probabilities. Norms
-have weights for each kv head. The newest `recent` tokens stay, a fixed number, where the paper keeps 2 % of a context
-of less than 32 thousand tokens and 4,096 tokens of a longer one. While decoding it evicts every 128 tokens, as its
-buffer does.
+*Departs*: in a plan the word is a preset that brings the pool over all layers and heads; `+ uniform` takes it off. As
+`kvzap`, it reads the token's key, turned back, and its value in its own kv head instead of the whole hidden state, so
+released gates do not fit. The training's loss is ours, the cross-entropy of two probabilities. Norms have weights for
+each kv head. The newest `recent` tokens stay, a fixed number, where the paper keeps 2 % of a context of less than 32
+thousand tokens and 4,096 tokens of a longer one. While decoding it evicts every 128 tokens, as its buffer does.
 
 *Cost*: a file of 4 (d + dv) 16 (g + 1) + 4 (16 * 16 + 32 + 17 g) bytes for each kv head with g query heads; as many
 multiply-adds for each held token and kv head, and float32 scratch (n, d + dv) of one head at a time.

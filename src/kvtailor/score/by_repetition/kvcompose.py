@@ -8,10 +8,11 @@ single head. The allocator `composite` is its other half.
 
 *Source*: the paper's abstract, and its code in kvpress (Apache-2.0), by its authors.
 
-*Departs*: the repetition goes by pieces of `chunk` tokens with an instruction, as `kvzip`'s, and the softmax of a piece
-is that of sinks, piece and repetition; there the whole context is repeated at once without one. Where a context is one
-piece and there is no tokenizer, they agree. Scores are divided by two, so that they are 0 to 1. A head that has dropped
-a token counts as giving it nothing. A token that came after the context outranks it, as in `kvzip`.
+*Departs*: in a plan the word is a preset that brings composite tokens (`composite`). The repetition goes by pieces of
+`chunk` tokens with an instruction, as `kvzip`'s, and the softmax of a piece is that of sinks, piece and repetition;
+there the whole context is repeated at once without one. Where a context is one piece and there is no tokenizer, they
+agree. Scores are divided by two, so that they are 0 to 1. A head that has dropped a token counts as giving it nothing.
+A token that came after the context outranks it, as in `kvzip`.
 
 *Cost*: that of `kvzip`, and one number for each token seen.
 """

@@ -8,11 +8,12 @@ the layer's attention says it to first order, for each repeated token.
 
 *Source*: its code in kvpress (Apache-2.0, pull request 279), by its authors; the paper itself could not be read.
 
-*Departs*: as in that code, the gradient is that of the sum of squares, over the repeated tokens, of the hidden states
-behind the last layer and before the last norm, by what the attention module gives back. A score s is given as
-s / (1 + s), as in `kvzip_plus`. The rest is as `kvzip` departs from its paper. Refused where a layer has a window or a
-state of its own, where layers share keys or heads lie on several processes, where logits are capped or a layer has
-learned sinks, and where a probe of three tokens gives no gradient.
+*Departs*: in a plan the word is a preset that brings the pool over all layers and heads; `+ uniform` takes it off. As
+in that code, the gradient is that of the sum of squares, over the repeated tokens, of the hidden states behind the last
+layer and before the last norm, by what the attention module gives back. A score s is given as s / (1 + s), as in
+`kvzip_plus`. The rest is as `kvzip` departs from its paper. Refused where a layer has a window or a state of its own,
+where layers share keys or heads lie on several processes, where logits are capped or a layer has learned sinks, and
+where a probe of three tokens gives no gradient.
 
 *Cost*: that of `kvzip_plus`, and for each piece one more forward and a backward. Meanwhile there is a second copy of
 the whole context's keys and values, and what a piece of tokens leaves in every layer for the backward; a smaller

@@ -9,10 +9,11 @@ projection maps it, over the length of the hidden state that it is added to, and
 
 *Source*: reviews of the paper, and its code in kvpress (Apache-2.0) for what the lengths are of.
 
-*Departs*: as in that code, the hidden state is the one that the attention module gets, behind the norm before it, and
-lengths are Euclidean. A score s is given as s / (1 + s), which keeps every order and stays below 1, so that what came
-after the context and the sinks outrank it, as in `kvzip`. The rest is as `kvzip` departs from its paper. Where several
-layers of a model read one layer's keys and values it is refused, since each has an output projection of its own.
+*Departs*: in a plan the word is a preset that brings the pool over all layers and heads; `+ uniform` takes it off. As
+in that code, the hidden state is the one that the attention module gets, behind the norm before it, and lengths are
+Euclidean. A score s is given as s / (1 + s), which keeps every order and stays below 1, so that what came after the
+context and the sinks outrank it, as in `kvzip`. The rest is as `kvzip` departs from its paper. Where several layers of
+a model read one layer's keys and values it is refused, since each has an output projection of its own.
 
 *Cost*: that of `kvzip`, and for each pass and layer one output projection of the piece's values for each query head. A
 hook before each attention module reads lengths while the context is repeated, and is taken away again.
