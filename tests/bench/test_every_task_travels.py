@@ -20,6 +20,7 @@ from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.runner import contestants_of, run
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
+from kvtailor.bench.tasks.ask import Ask
 from kvtailor.bench.tasks.capacity import Capacity
 from kvtailor.bench.tasks.contract import Task
 from kvtailor.bench.tasks.fidelity import Fidelity
@@ -95,6 +96,7 @@ def made(name: str, data: Path) -> Task:
         lines_to(data / "longbench" / "passage_retrieval_en.jsonl", rows)
     tasks = {
         "perplexity": lambda: Perplexity(**text, context=100, continuation=20, windows=3),
+        "ask": lambda: Ask(length=256, questions=2, documents=2),
         "needle": lambda: Needle(lengths=(200,), depths=(0.1, 0.9), documents=2),
         "fidelity": lambda: Fidelity(**text, context=100, continuation=20, windows=2),
         "speed": lambda: Speed(**text, context=32, tokens=2, rounds=1, warmup=0),

@@ -12,7 +12,7 @@ from kvtailor.bench.measure.inside import LAYERWISE, compare_layers, contents, q
 from kvtailor.bench.measure.statistics import calibration_error
 from kvtailor.bench.runner import contestants_of, run
 from kvtailor.bench.subject import Subject
-from kvtailor.bench.tasks.fidelity import Fidelity
+from kvtailor.bench.tasks.fidelity import RUINED, Fidelity, repetition
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.versions import hand_cache
 
@@ -39,9 +39,53 @@ def test_kl_and_top1_meet_a_count_by_hand():
     assert cut["kl"] == pytest.approx(sum(kl) / len(kl), abs=1e-6)
     assert cut["top1"] == sum(same) / len(same) < 1
     assert records[1].values["kl"] == pytest.approx([sum(kl[i : i + 20]) / 20 for i in range(0, 100, 20)], abs=1e-6)
-    assert max(kl) * 0.5 < cut["kl_p99"] <= max(kl) + 1e-6
+    assert max(kl) * 0.5 < cut["kl_p99"] <= cut["kl_p999"] <= cut["kl_max"] == pytest.approx(max(kl), abs=1e-6)
+    assert records[1].values["kl_max"] == pytest.approx([max(kl[i : i + 20]) for i in range(0, 100, 20)], abs=1e-6)
     assert all(cut[name] is None for name in LAYERWISE)
     assert records[1].tokens_held == 9 and records[1].tokens_scored == 100
+
+
+def test_tails_meet_a_count_by_hand():
+    """Loss of each window over 'full', where two greedy texts part, and what the plan's own text repeats."""
+    # Of two letters that were as frequent the first in the alphabet comes: the space must not be it.
+    model, the_task = CountingModel(), task(text=TEXT.replace(" ", " ~~"))
+    records = run(subject(model, cut=DummyCache(keep=9)), [FULL, contestant("cut")], [the_task], bandwidth=False)
+    over, agreed, repeated = [], [], []
+    for window in the_task._windows_task().cut(subject(model)):
+        context, targets = window.context.tolist(), window.targets.tolist()
+
+        def losses(short, context=context, targets=targets):
+            for place, target in enumerate(targets):
+                memory = (context[-9:] if short and place else context) + targets[:place]
+                yield -math.log((memory.count(target) + 1) / (len(memory) + 256))
+
+        over.append((sum(losses(True)) - sum(losses(False))) / 20)
+        texts = []
+        for short in (False, True):
+            made = []
+            while len(made) < 20:
+                memory = context + made if not (short and made) else [*(context + made[:-1])[-9:], made[-1]]
+                counts = [memory.count(v) for v in range(256)]
+                made.append(counts.index(max(counts)))
+            texts.append(made)
+        agreed.append(next((i for i, (a, b) in enumerate(zip(*texts, strict=True)) if a != b), 20))
+        runs = [tuple(texts[1][i : i + 4]) for i in range(17)]
+        repeated.append(1 - len(set(runs)) / 17)
+    found = records[1].values
+    assert found["nll_over_full"] == pytest.approx(over, abs=1e-6)
+    assert found["divergence"] == tuple(agreed) and min(agreed) < 20
+    assert found["same_text"] == tuple(float(each == 20) for each in agreed)
+    assert found["repetition"] == pytest.approx(repeated)
+    assert found["ruined"] == tuple(float(each > RUINED) for each in over)
+    assert records[1].metrics["divergence"] == pytest.approx(sum(agreed) / 5)
+    full = records[0].metrics
+    assert (full["ruined"], full["same_text"], full["divergence"]) == (0, 1, 20)
+
+
+def test_a_text_that_goes_in_circles_is_repetition():
+    assert repetition([1, 2, 3, 4, 5, 6, 7]) == 0 and repetition([1, 2, 3]) == 0
+    assert repetition([7] * 20) == 1 - 1 / 17
+    assert repetition([1, 2, 3, 4] * 2) == pytest.approx(1 / 5)
 
 
 def test_calibration_error_by_hand():

@@ -3,12 +3,20 @@
 For each window of a text the context is prefilled and compressed, and the continuation is fed on what the cache holds,
 as in `perplexity`. The reference is the plan 'full', in the same run, on a cache of its own.
 
-Metrics of the predictions, over all continuation tokens: `kl` (mean of KL(full || plan) in nats), `kl_p99` (its 99th
-percentile), `top1` (share of tokens of which both find the same most likely), `ece` (expected calibration error of the
-plan's own predictions, 15 bins). Metrics of the attention, means over layers (see `bench.measure.inside`; null where
-a model has no compressed layers): `key_error`, `value_error`, `retained_mass`, `attention_cosine`, `output_error`, each
-also by layer as `output_error_0`, ... They describe what is held: a plan that reads only a part of that loses more.
-Values: `kl` and `top1`, the mean of each window.
+Metrics of the predictions, over all continuation tokens: `kl` (mean of KL(full || plan) in nats), `kl_p99` and
+`kl_p999` (its 99th percentile and that of 99.9 %), `kl_max` (the largest), `top1` (share of tokens of which both find
+the same most likely), `ece` (expected calibration error of the plan's own predictions, 15 bins). Metrics of the
+attention, means over layers (see `bench.measure.inside`; null where a model has no compressed layers): `key_error`,
+`value_error`, `retained_mass`, `attention_cosine`, `output_error`, each also by layer as `output_error_0`, ... They
+describe what is held: a plan that reads only a part of that loses more.
+
+A mean over tokens hides a text that is lost. So each window counts as ruined where its continuation loses more than
+`RUINED` nats a token over 'full' (`ruined`, the share of windows). And both decode greedily after the same context, up
+to `GREEDY` tokens and no more than the continuation has: `divergence` is the mean number of tokens before the first one
+in which their texts differ, where a window that never differs counts with all of them; `same_text` is the share of such
+windows, and `repetition` the share of the plan's own runs of four tokens that its text had before.
+Values: `kl`, `top1` and `nll_over_full`, the mean of each window; its `kl_max`; `ruined`, `same_text` (1 or 0),
+`divergence` and `repetition`.
 """
 
 from __future__ import annotations
@@ -33,9 +41,13 @@ from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, STATE, WINDOWS,
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.cache import KvCache
 
-__all__ = ["Fidelity"]
+__all__ = ["GREEDY", "RUINED", "Fidelity", "repetition"]
 
+RUINED = 0.5
+"""Nats a token: a perplexity of 1.65 times that of the full cache."""
+GREEDY = 64
 _QUERIES = 8
+_RUN = 4
 
 
 @dataclass
@@ -46,6 +58,10 @@ class _Found:
     same: list[Tensor] = field(default_factory=list)
     confidence: list[Tensor] = field(default_factory=list)
     right: list[Tensor] = field(default_factory=list)
+    over: list[float] = field(default_factory=list)
+    agreed: list[int] = field(default_factory=list)
+    repeated: list[float] = field(default_factory=list)
+    decoded: int = 0
     layers: list[dict[str, tuple[float, ...]]] = field(default_factory=list)
     weight: dict[str, Any] = field(default_factory=dict)
 
@@ -74,6 +90,12 @@ class Fidelity(AllAtOnce):
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(name="kl", unit="nats per token", higher_is_better=False, mean_of="kl"),
         Metric(name="kl_p99", unit="nats per token", higher_is_better=False),
+        Metric(name="kl_p999", unit="nats per token", higher_is_better=False),
+        Metric(name="kl_max", unit="nats", higher_is_better=False),
+        Metric(name="ruined", unit="share", higher_is_better=False, mean_of="ruined"),
+        Metric(name="divergence", unit="tokens", higher_is_better=True, mean_of="divergence"),
+        Metric(name="same_text", unit="share", higher_is_better=True, mean_of="same_text"),
+        Metric(name="repetition", unit="share", higher_is_better=False, mean_of="repetition"),
         Metric(name="top1", unit="share", higher_is_better=True, mean_of="top1"),
         Metric(name="ece", unit="share", higher_is_better=False, meaning="expected calibration error"),
         Metric(name="key_error", unit="relative", higher_is_better=False),
@@ -82,7 +104,9 @@ class Fidelity(AllAtOnce):
         Metric(name="attention_cosine", unit="relative", higher_is_better=True),
         Metric(name="output_error", unit="relative", higher_is_better=False),
     )
-    values: ClassVar[tuple[str, ...]] = ("kl", "top1")
+    values: ClassVar[tuple[str, ...]] = (
+        "kl", "top1", "kl_max", "nll_over_full", "ruined", "divergence", "same_text", "repetition",
+    )
     by_sample: ClassVar[bool] = True
     text: str
     source: str
@@ -138,11 +162,15 @@ class Fidelity(AllAtOnce):
         found = {contestant.hash: _Found() for contestant in contestants}
         for window in windows:
             reference = _run(subject, full, window)
+            decoded = min(GREEDY, window.targets.numel())
+            text = _greedy(subject, full, window, decoded)
             for contestant in contestants:
                 with turns(contestant) as live:
                     if live:
                         ours = reference if contestant is full else _run(subject, contestant, window)
                         _add(found[contestant.hash], reference, ours, window.targets)
+                        mine = text if contestant is full else _greedy(subject, contestant, window, decoded)
+                        _add_text(found[contestant.hash], text, mine)
         return {
             contestant.hash: _scored(found[contestant.hash], len(windows), notes[contestant.hash])
             for contestant in contestants
@@ -152,9 +180,18 @@ class Fidelity(AllAtOnce):
 
 def _scored(found: _Found, windows: int, notes: Sequence[str]) -> Scored:
     kl = torch.cat(found.kl)
+    by_window: dict[str, tuple[float, ...]] = {
+        "ruined": tuple(float(over > RUINED) for over in found.over),
+        "divergence": tuple(map(float, found.agreed)),
+        "same_text": tuple(float(agreed == found.decoded) for agreed in found.agreed),
+        "repetition": tuple(found.repeated),
+    }
     metrics: dict[str, float | None] = {
         "kl": float(kl.mean()),
         "kl_p99": quantile(kl.tolist(), 0.99),
+        "kl_p999": quantile(kl.tolist(), 0.999),
+        "kl_max": float(kl.max()),
+        **{name: fmean(column) for name, column in by_window.items()},
         "top1": float(torch.cat(found.same).double().mean()),
         "ece": calibration_error(torch.cat(found.confidence).tolist(), torch.cat(found.right).tolist()),
     }
@@ -170,6 +207,9 @@ def _scored(found: _Found, windows: int, notes: Sequence[str]) -> Scored:
         values={
             "kl": tuple(float(x.mean()) for x in found.kl),
             "top1": tuple(float(x.double().mean()) for x in found.same),
+            "kl_max": tuple(float(x.max()) for x in found.kl),
+            "nll_over_full": tuple(found.over),
+            **by_window,
         },
         notes=notes,
         held=found.weight,
@@ -200,8 +240,33 @@ def _run(subject: Subject, contestant: Contestant, window: Window) -> _Run:
     return _Run(torch.cat(rows).float().cpu().log_softmax(-1), held, queries, weight)
 
 
+def _greedy(subject: Subject, contestant: Contestant, window: Window, tokens: int) -> list[int]:
+    """The tokens that a plan decodes after the window's context, each the likeliest."""
+    logits, cache = subject.prefill(window.context[None], subject.new_cache(contestant), last_only=True)
+    made = [int(logits[0, -1].argmax())]
+    while len(made) < tokens:
+        logits, cache = subject.forward(torch.tensor([made[-1:]]), cache, last_only=True)
+        made.append(int(logits[0, -1].argmax()))
+    return made
+
+
+def _add_text(found: _Found, text: Sequence[int], mine: Sequence[int]) -> None:
+    agreed = next((place for place, (a, b) in enumerate(zip(text, mine, strict=True)) if a != b), len(text))
+    found.agreed.append(agreed)
+    found.repeated.append(repetition(mine))
+    found.decoded = len(text)
+
+
+def repetition(tokens: Sequence[int]) -> float:
+    """Return the share of runs of four tokens that stood in the text before; 0 where it has no two runs."""
+    runs = [tuple(tokens[place : place + _RUN]) for place in range(len(tokens) - _RUN + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
 def _add(found: _Found, reference: _Run, ours: _Run, targets: Tensor) -> None:
     found.kl.append((reference.scores.exp() * (reference.scores - ours.scores)).sum(-1).clamp_min(0).double())
+    behind = (reference.scores - ours.scores).gather(-1, targets[:, None].to(ours.scores.device))
+    found.over.append(float(behind.double().mean()))
     best, place = ours.scores.max(-1)
     found.same.append(place == reference.scores.argmax(-1))
     found.confidence.append(best.exp())

@@ -229,6 +229,12 @@ _CAPACITY_NOTE = (
 _FIDELITY: dict[str, Make] = {
     "KL": _metric("kl"),
     "KL, 99th percentile": _metric("kl_p99"),
+    "KL, 99.9 %": _metric("kl_p999"),
+    "largest KL": _metric("kl_max"),
+    "ruined, %": _metric("ruined", scale=100),
+    "tokens to first difference": _metric("divergence", lambda x: f"{x:.1f}"),
+    "same text, %": _metric("same_text", scale=100),
+    "repeated, %": _metric("repetition", scale=100),
     "top-1, %": _metric("top1", scale=100),
     "calibration error, %": _metric("ece", scale=100),
     "key error": _metric("key_error"),
@@ -239,5 +245,7 @@ _FIDELITY: dict[str, Make] = {
 }
 _FIDELITY_NOTE = (
     "Against 'full' on the same tokens. Errors are relative, means over layers; the charts have them by layer. They "
-    "describe what is held."
+    "describe what is held. Ruined: windows whose continuation loses more than 0.5 nats a token over 'full'. First "
+    "difference: of two texts that are decoded greedily, up to 64 tokens, all of which count where none differs. "
+    "Repeated: runs of four tokens in the plan's text that it had before. A largest value grows with the tokens."
 )
