@@ -89,9 +89,28 @@ def test_parts_make_up_the_answer(task):
     document = make_document(task, state=4, length=2400)
     places = [document.answer.find(part) for part in document.parts]
     assert places and min(places) >= 0 and places == sorted(places)
-    assert len(document.parts) == {"multi_value": 4, "multi_query": 4, "frequent_words": 3}.get(task, 1)
+    assert len(document.parts) == {"multi_value": 4, "multi_query": 4, "frequent_words": 3, "rules": 3}.get(task, 1)
     if task not in LISTS and task not in ("variables", "arithmetic"):
         assert all(part in document.context for part in document.parts)
+
+
+def test_a_reworded_question_shares_no_word_with_its_fact():
+    for state in range(120):
+        document = make_document("reworded", state=state, length=900, depth=0.4)
+        question = document.question.removeprefix("\nQuestion: ").removesuffix(" Answer:")
+        of_fact, of_question = (set(re.findall(r"[a-z]+", text.lower())) for text in (document.meta["fact"], question))
+        assert not of_fact & of_question and document.answer.strip().lower() in of_fact
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.6, 1.0])
+def test_rules_stand_first_and_the_answer_keeps_them(depth):
+    document = make_document("rules", state=8, length=2000, depth=depth)
+    first, number, last = document.parts
+    rules = f"You begin every answer with the word {first}. You end every answer with the word {last}."
+    assert document.context.startswith(rules) and document.answer == f" {first} {number} {last}"
+    at = document.meta["fact_at"]
+    assert f" {number}." in document.context[at : at + len(document.meta["fact"])] and at > len(rules)
+    assert document.meta["depth_found"] == pytest.approx(depth, abs=0.1)
 
 
 def test_all_values_of_a_key_stand_in_the_order_of_the_answer():

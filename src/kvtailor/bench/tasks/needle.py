@@ -112,7 +112,8 @@ class Needle(PlanByPlan):
             listed=True,
             default="needle",
             help="Which documents, with ',' between: needle, passkey, key_value, multi_value, multi_query, variables, "
-            "characters, first_names, copy_span, common_words, frequent_words, tool_call, arithmetic.",
+            "characters, first_names, copy_span, common_words, frequent_words, tool_call, arithmetic, "
+            "reworded, rules.",
         ),
     )
     question_outside: bool = setting(

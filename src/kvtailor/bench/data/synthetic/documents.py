@@ -112,7 +112,8 @@ def make_document(
         **task_options: needle ``digits, distractors``; passkey ``digits``; key_value ``digits, prose, records`` (None
             or absent: as many lines as fit); characters ``people``; copy_span ``span, cue`` (words); variables
             ``hops, distractors, digits``; multi_value ``values, digits``; multi_query ``queries, distractors, digits``;
-            first_names ``people``; tool_call ``calls, digits``; arithmetic ``links, distractors``; common_words
+            first_names ``people``; tool_call ``calls, digits``; arithmetic ``links, distractors``; rules
+            ``digits``; common_words
             ``common, times, others``; frequent_words ``asked, kinds``.
 
     Raises:
@@ -245,7 +246,7 @@ def _interleave(plot: Plot, depth: float, sentences: Sequence[str]) -> list[Fact
     total, read = sum(map(len, sentences)), 0
     count = len(plot.facts)
     waiting = [(depth if count == 1 else i / (count - 1), fact) for i, fact in enumerate(plot.facts)]
-    pieces: list[Fact | str] = []
+    pieces: list[Fact | str] = [plot.before] if plot.before else []
     for text in sentences:
         while waiting and read + len(text) / 2 > waiting[0][0] * total:
             pieces.append(waiting.pop(0)[1])

@@ -21,10 +21,27 @@ __all__ = [
     "number",
     "passkey_fact",
     "record_fact",
+    "reworded_fact",
+    "ruled_fact",
     "tool_call_fact",
     "variable_facts",
 ]
 
+_REWORDED = (
+    ("keeps her trumpet upstairs", "Who plays a brass instrument?"),
+    ("rows to work each morning", "Who owns a boat?"),
+    ("sells loaves beside that chapel", "Who is the baker?"),
+    ("mends shoes until midnight", "Who is the cobbler?"),
+    ("sets bones and stitches wounds", "Who is the doctor?"),
+    ("grew up along the Nile", "Who was born in Egypt?"),
+    ("learned to walk in Osaka", "Who is from Japan?"),
+    ("has twelve beehives", "Who makes honey?"),
+    ("cannot eat any cheese", "Who must avoid milk?"),
+    ("reads with both hands", "Who is blind?"),
+    ("buried her husband last spring", "Who is a widow?"),
+    ("ran forty kilometres yesterday", "Who won the marathon?"),
+)
+"""What is said of a person, and a question about it in other words, for a reader who knows what the one means."""
 _DEEDS = ("open", "close", "find", "move", "paint", "count", "sell", "lock", "send", "print", "start", "check")
 
 
@@ -96,6 +113,27 @@ def multi_query_fact(needles: list[Fact], asked: list[int]) -> Fact:
         answers[0] + rest,
         tuple(answer.strip() for answer in answers),
     )
+
+
+def reworded_fact(rng: random.Random) -> Fact:
+    """A person of whom something is said; the question shares no word with it, so that no words can be matched.
+
+    After the idea of NoLiMa (arXiv 2502.05167); the sentences are our own.
+    """
+    name = rng.choice(words.FIRST_NAMES)
+    said, question = rng.choice(_REWORDED)
+    return Fact(f"{name} {said}.", f"\nQuestion: {question} Answer:", f" {name}")
+
+
+def ruled_fact(rng: random.Random, digits: int = 5) -> tuple[str, Fact]:
+    """Two rules for every answer, and a number under a key of two words, whose answer keeps both of them."""
+    first, last = (word.capitalize() for word in rng.sample(words.NOUNS, 2))
+    needle = needle_fact(rng, digits)
+    rules = f"You begin every answer with the word {first}. You end every answer with the word {last}."
+    stem = needle.sentence[: -1 - len(needle.answer)]
+    question = f"\nQuestion: What is {stem[0].lower()}{stem[1:-3]}? Answer:"
+    answer = f" {first}{needle.answer} {last}"
+    return rules, Fact(needle.sentence, question, answer, (first, needle.answer.strip(), last))
 
 
 def first_name_fact(rng: random.Random) -> Fact:

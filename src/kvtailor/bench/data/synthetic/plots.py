@@ -22,12 +22,14 @@ class Plot:
         facts: at least one; a single fact stands at the asked depth, several are spread evenly.
         asked: index in ``facts``.
         prose: whether filler sentences stand between the facts; without, the facts are lines and fill the length.
+        before: stands before all else, whatever the depth; empty: nothing.
         meta: what the task adds to `Document.meta`.
     """
 
     facts: Sequence[Fact]
     asked: int
     prose: bool = True
+    before: str = ""
     meta: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -44,7 +46,7 @@ def _key_value(rng: random.Random, depth: float, *, digits: int = 4, records: in
     while len(by_key) < records:
         fact = hidden_facts.record_fact(rng, digits)
         by_key.setdefault(fact.sentence.split(":")[0], fact)
-    return Plot(list(by_key.values()), round(depth * (records - 1)), prose, {"records": records})
+    return Plot(list(by_key.values()), round(depth * (records - 1)), prose, meta={"records": records})
 
 
 def _characters(rng: random.Random, depth: float, *, people: int = 4) -> Plot:
@@ -120,7 +122,21 @@ TASKS: Mapping[str, Callable[..., Plot]] = {
 """Tasks that ask for facts, each of which stands at a depth. Generated text is made of these, one after the other, so
 that another one here would change every text, and what was calibrated on it."""
 
-FURTHER: Mapping[str, Callable[..., Plot]] = {"tool_call": _tool_call, "arithmetic": _arithmetic}
+def _reworded(rng: random.Random, depth: float) -> Plot:
+    return Plot([hidden_facts.reworded_fact(rng)], 0)
+
+
+def _rules(rng: random.Random, depth: float, *, digits: int = 5) -> Plot:
+    rules, fact = hidden_facts.ruled_fact(rng, digits)
+    return Plot([fact], 0, before=rules)
+
+
+FURTHER: Mapping[str, Callable[..., Plot]] = {
+    "tool_call": _tool_call,
+    "arithmetic": _arithmetic,
+    "reworded": _reworded,
+    "rules": _rules,
+}
 """More of that kind, which are no part of generated text; the embedded models were not trained on them."""
 
 ALL_TASKS: tuple[str, ...] = (*TASKS, *LISTS, *FURTHER)
