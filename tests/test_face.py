@@ -175,6 +175,17 @@ def calls(model: Any, stopped: Any, tokenizer: Any, folder: Path) -> dict[str, d
             "again": True,
             "name": None,
         },
+        "check_model": {
+            "model": stopped,
+            "texts": [TEXT],
+            "plans": [PLAN],
+            "tokenizer": tokenizer,
+            "context": 48,
+            "margin": 0.01,
+            "out": None,
+            "again": False,
+            "progress": None,
+        },
         "evaluate": work
         | cells
         | {

@@ -20,6 +20,8 @@ from kvtailor.version import __version__
 if TYPE_CHECKING:
     from kvtailor.bench.evaluation.evaluate import evaluate
     from kvtailor.bench.evaluation.result import Evaluation
+    from kvtailor.bench.safety.check import check_model
+    from kvtailor.bench.safety.result import ModelCheck
     from kvtailor.calibration.run import calibrate
     from kvtailor.errors import KvtailorError
     from kvtailor.fitting.result import Fit
@@ -46,6 +48,7 @@ __all__ = [
     "KvCache",
     "KvtailorError",
     "Ledger",
+    "ModelCheck",
     "Plan",
     "Reading",
     "Session",
@@ -54,6 +57,7 @@ __all__ = [
     "cache_for",
     "cache_size",
     "calibrate",
+    "check_model",
     "evaluate",
     "fit",
     "generate",
@@ -78,6 +82,8 @@ _HOMES = {
     "Session": "hf.run.session",
     "ask": "hf.run.ask",
     "cache_for": "hf.make_cache",
+    "check_model": "bench.safety.check",
+    "ModelCheck": "bench.safety.result",
     "evaluate": "bench.evaluation.evaluate",
     "fit": "fitting.run",
     "Fit": "fitting.result",

@@ -1,17 +1,21 @@
-"""`kvtailor check`: every fault of a plan, and whether a model can hold it."""
+"""`kvtailor check`: every fault of a plan, whether a model can hold it, and whether it is safe there."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvtailor.cli.words.budget import ELEMENT_SIZES, budget_notes, element_of
+from kvtailor.cli.words.groups import GroupedCommand
 from kvtailor.cli.words.lines import say
+from kvtailor.cli.words.margins import ABOVE_0
 from kvtailor.cli.words.plan import read_plan
 from kvtailor.cli.words.reach import reachable, say_reachable
+from kvtailor.cli.words.stopped import kept_in, stopped
 
 if TYPE_CHECKING:
     from kvtailor.hf.model.geometry import Geometry
@@ -20,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-@click.command(short_help="Say all faults of a plan.")
-@click.argument("plan", nargs=-1, required=True)
+@click.command(cls=GroupedCommand, short_help="Say all faults of a plan, or measure which plans are safe on a model.")
+@click.argument("plan", nargs=-1)
 @click.option(
     "--model",
     help="'demo' or 'demo-draft' (embedded), a folder, or a hub name: also check the plan against this model.",
@@ -29,21 +33,54 @@ __all__ = ["command"]
 @click.option(
     "--tokens",
     type=click.IntRange(1),
-    help="Length of a prompt: what the budget comes to there.  [default: the model's positions]",
+    help="Length of a prompt: what the budget comes to there, and what a window compresses.  [the model's positions; "
+    "384 for --measure]",
 )
+@click.option("--measure", is_flag=True, help="Measure on the model which plans are safe: PLAN, or every preset.")
+@click.option("--text", help="--measure: a text file like your model's work.  [passages of eight books]")
+@click.option("--margin", type=ABOVE_0, help="--measure: nats a token that a safe plan loses at most.  [0.01]")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="--measure: folder for records; goes on there."
+)
+@click.option("--again", is_flag=True, help="--measure: measure anew what --out already has.")
+@click.option("--dtype", help="--measure: float32, bfloat16 or float16; otherwise the checkpoint's own.")
+@click.option("--device", help="--measure: such as cpu or cuda.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
 @click.pass_context
-def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens: int | None, as_json: bool) -> None:
+def command(
+    ctx: click.Context,
+    /,
+    plan: tuple[str, ...],
+    model: str | None,
+    tokens: int | None,
+    measure: bool,
+    as_json: bool,
+    **measured: Any,
+) -> None:
     """Check PLAN, a line or a TOML file. Exit code 0: no fault; 2: faults, each a sentence on standard error.
+
+    \b
+    kvtailor check "snapkv @ keep=0.25" --model NAME
+    kvtailor check --model NAME --measure     # every preset, in minutes
 
     Also reports where a budget does nothing, or leaves nothing to the score. A model's weights are not loaded, only its
     configuration. Also reports which kernels run on this machine, and why.
+    With --measure every preset, or PLAN, is measured on the model, and a word says of each whether it is safe there.
     """
+    if measure:
+        _measure(plan, model, tokens, as_json, measured)
+        return
+    idle = [f"--{name}" for name, value in measured.items() if value]
+    if idle:
+        raise click.UsageError(f"{', '.join(idle)} without --measure: it says how plans are measured.")
+    if not plan:
+        raise click.UsageError("Missing argument 'PLAN...': give a plan, or --model NAME --measure to try all presets.")
     import torch
 
     from kvtailor.errors import PlanError
     from kvtailor.ops import huge_pages
     from kvtailor.ops.what_runs import explained
+    from kvtailor.plan import Plan
 
     parsed, geometry, element, reach = None, None, 1, None
     faults: list[str] = []
@@ -75,6 +112,8 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
         say(f"fault: {fault}", err=True)
     if not faults:
         say(f"no fault: {parsed}")
+        if geometry is not None and geometry.compressed and parsed != Plan():
+            say(f'what it loses there, in minutes: kvtailor check "{parsed}" --model {model} --measure')
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     choices = explained(device, torch.bfloat16)
     for note in notes:
@@ -103,6 +142,44 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
         )
     if faults:
         ctx.exit(2)
+
+
+command.option_groups = {
+    "Measuring on the model": ("measure", "text", "margin", "out", "again", "dtype", "device"),
+}
+
+
+def _measure(
+    plan: tuple[str, ...], model: str | None, tokens: int | None, as_json: bool, given: dict[str, Any]
+) -> None:
+    """`--measure`."""
+    if model is None:
+        raise click.UsageError("--measure without --model: say which model the plans are to be measured on.")
+    from rich.console import Console
+
+    from kvtailor.bench.safety.check import MARGIN, check_model
+    from kvtailor.bench.subject import Subject
+    from kvtailor.cli.fit import TerminalProgress
+    from kvtailor.errors import KvtailorError
+
+    console, out = Console(stderr=True, highlight=False), given["out"]
+    text = None if given["text"] is None else Path(given["text"]).expanduser()
+    try:
+        with stopped(lambda: kept_in(out)):
+            with console.status(f"loading {model}"):
+                subject = Subject.load(model, dtype=given["dtype"], device=given["device"])
+            found = check_model(
+                subject, text, plans=[str(read_plan(plan))] if plan else [], context=tokens,
+                margin=given["margin"] or MARGIN, out=out, again=given["again"],
+                progress=TerminalProgress(console, out, "A check"),
+            )  # fmt: skip
+    except (KvtailorError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(str(found))
+    if out is not None:
+        say(f"All numbers: kvtailor report {out}")
+    if as_json:
+        click.echo(json.dumps(found.as_dict(), ensure_ascii=False, allow_nan=False))
 
 
 def _against(plan: Plan | None, geometry: Geometry, model: str) -> tuple[list[str], list[str]]:

@@ -292,18 +292,19 @@ def note_of_use(plan: str) -> str | None:
 
 
 class TerminalProgress:
-    """Says how long a fit takes before its first step, and then what runs and how long the rest takes.
+    """Says how long a fit or a check takes before its first step, and then what runs and how long the rest takes.
 
     On a terminal a line stays with the stage; elsewhere a line comes when a stage begins, every half a minute, and when
     it ends.
 
     Args:
         console: where to.
-        folder: of the fit, where its records stay; None: it has none.
+        folder: where its records stay; None: it has none.
+        what: takes that long, such as "a fit".
     """
 
-    def __init__(self, console: Console, folder: Path | None = None):
-        self._console, self._folder = console, folder
+    def __init__(self, console: Console, folder: Path | None = None, what: str = "A fit"):
+        self._console, self._folder, self._what = console, folder, what
         self._left: TimeLeft | None = None
 
     def expect(self, stages: Mapping[str, int], seconds: float | None) -> None:
@@ -318,7 +319,8 @@ class TerminalProgress:
             how = f"how long they take is not known until the first, which begins at {datetime.now():%H:%M:%S}"
         else:
             how = f"at {pace:.2g} s each, as timed here, they take {_about(self._left.left or 0.0)}"
-        self._say(f"A fit of at most {sum(stages.values())} steps: {how}. Ctrl-C stops it. {kept_in(self._folder)}")
+        steps = sum(stages.values())
+        self._say(f"{self._what} of at most {steps} steps: {how}. Ctrl-C stops it. {kept_in(self._folder)}")
 
     def tell(self, sentence: str) -> None:
         """Say it."""

@@ -11,7 +11,7 @@ import click
 if TYPE_CHECKING:
     from kvtailor.bench.measure.equivalence import Margins
 
-__all__ = ["margin_options", "margins_of"]
+__all__ = ["ABOVE_0", "margin_options", "margins_of"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -30,21 +30,21 @@ class _Margin(click.FloatRange):
         return found
 
 
-_ABOVE_0 = _Margin(min=0, min_open=True)
+ABOVE_0 = _Margin(min=0, min_open=True)
 
 
 def margin_options(command: Command) -> Command:
     """Adds --margin and --margin-points."""
     points = click.option(
         "--margin-points",
-        type=_ABOVE_0,
+        type=ABOVE_0,
         default=10.0,
         show_default=True,
         help="Headline: a loss of right answers must be shown to be below so many points.",
     )
     nats = click.option(
         "--margin",
-        type=_ABOVE_0,
+        type=ABOVE_0,
         default=0.02,
         show_default=True,
         help="Headline: a loss on a text must be shown to be below so many nats per token.",

@@ -1,0 +1,1 @@
+"""`kvtailor check --measure`: which plans are safe on a model, measured on it."""
