@@ -94,6 +94,31 @@ def test_an_attention_that_reads_all_keys_behind_the_caches_back_is_caught(dtype
     assert 0 < worst <= fraud.rounding
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_targets_on_an_emptied_cache_condemn_nobody_and_clear_no_fraud(dtype, half, whole, monkeypatch):
+    """Where there are more targets than are fed first: what differs clearly by then is told; the rest is fed anew."""
+    honest = {"float32": whole, "bfloat16": half}[dtype]
+    subject, fed = with_caches(honest, reading_all), []
+    forward = Subject.forward
+
+    def counted(self, ids, cache, **how):
+        fed.append(ids.shape[1])
+        return forward(self, ids, cache, **how)
+
+    monkeypatch.setattr(Subject, "forward", counted)
+    task = replace(TASK, continuation=80)
+    frauds = [FULL, contestant(LOSSY)]
+    sides = [(honest, contestants_of([LOSSY]), True, [31]), (subject, frauds, False, [31, 79])]
+    for each, (full, other), reads, emptied in sides:
+        window = task.cut(each)[0]
+        tokens = window.context, window.targets
+        rounding = rounding_of(each, full, *tokens, score_window(each, full, *tokens)[0], None)
+        scores = score_window(each, other, *tokens)[0]
+        fed.clear()
+        assert probe(each, other, *tokens, scores, rounding, None)["reads_held"] is reads
+        assert [count for count in fed if count < 160] == emptied
+
+
 def test_a_codec_that_leaves_its_codes_out_is_caught_without_the_task_memory(whole, monkeypatch):
     prompt = torch.randint(3, 200, (1, 160), generator=torch.Generator().manual_seed(0))
     _, cache = whole.prefill(prompt, whole.new_cache(Contestant.of(LOSSY)))

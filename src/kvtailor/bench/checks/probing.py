@@ -28,6 +28,12 @@ from kvtailor.hf.model.tensor_parallel import RankHeads, of_all
 __all__ = ["fed_scores", "probe", "rounding_of"]
 
 _BLOCK = 16
+_ROWS = 32
+"""Rows of logits that become log-probabilities at once: of a large vocabulary they stay in the processor's cache."""
+_FIRST = 32
+"""Targets that are fed first on an emptied cache: most plans have given other scores by then."""
+_CLEARLY = 4
+"""By how many roundings the first ones must differ to tell it, since they were scored in one piece with all others."""
 
 
 def fed_scores(subject: Subject, logits: Tensor, cache: Any, targets: Tensor, chunk: int | None) -> Tensor:
@@ -40,12 +46,25 @@ def fed_scores(subject: Subject, logits: Tensor, cache: Any, targets: Tensor, ch
         targets: (t,) int64.
         chunk: so many of them are fed at once; None: all.
     """
-    rows, fed = [logits], targets[:-1]
-    for piece in fed.split(chunk or max(1, fed.numel())) if fed.numel() else ():
-        found, cache = subject.forward(piece[None], cache)
-        rows.append(found[0])
-    scores = torch.cat(rows).float().log_softmax(-1)
-    return scores.gather(1, targets.to(scores.device)[:, None])[:, 0].cpu()
+    return torch.cat(list(_fed_pieces(subject, logits, cache, targets, chunk))).cpu()
+
+
+def _fed_pieces(subject: Subject, logits: Tensor, cache: Any, targets: Tensor, chunk: int | None) -> Iterator[Tensor]:
+    """The same piece by piece as they are fed, where the model is; the first target is told before any is."""
+    yield _told(logits, targets[:1])
+    fed, rest = targets[:-1], targets[1:]
+    if fed.numel():
+        size = chunk or fed.numel()
+        for piece, wanted in zip(fed.split(size), rest.split(size), strict=True):
+            found, cache = subject.forward(piece[None], cache)
+            yield _told(found[0], wanted)
+
+
+def _told(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-probability (t,) float32 of targets (t,) under logits (t, V)."""
+    wanted = targets.to(logits.device)[:, None].split(_ROWS)
+    pieces = zip(logits.split(_ROWS), wanted, strict=True)
+    return torch.cat([rows.float().log_softmax(-1).gather(1, each)[:, 0] for rows, each in pieces])
 
 
 def rounding_of(
@@ -118,21 +137,40 @@ def probe(
         cache = subject.new_cache(_unplaced(contestant) if _is_placed(cache) else contestant)
         subject.prefill(context[None], cache, last_only=True)
     found: dict[str, Any] = {"rounding": rounding, "reads_held": None, "bytes_alive": alive}
-    stored = list(_held_storages(cache)) if _can_be_emptied(cache) and not _is_placed(cache) else []
-    if stored:
-        # A calibration's tensors may be among them, which other caches share: all are put back.
-        kept = [each.clone() for each in stored]
-        for each in stored:
-            each.zero_()
-        try:
-            first = torch.tensor(row, dtype=dtype, device=subject.device)
-            emptied = fed_scores(subject, first, cache, targets, chunk)
-        finally:
-            for each, was in zip(stored, kept, strict=True):
-                each.copy_(was)
+    if _is_placed(cache):
+        return found
+    first = torch.tensor(row, dtype=dtype, device=subject.device)
+    if chunk is None and targets.numel() > 2 * _FIRST:
+        told = _changes(subject, first, cache, targets[:_FIRST], scores[:_FIRST], _CLEARLY * rounding, None)
+        if told is not False:
+            return found | {"reads_held": told}
+        cache = subject.new_cache(contestant)
+        subject.prefill(context[None], cache, last_only=True)
+    return found | {"reads_held": _changes(subject, first, cache, targets, scores, rounding, chunk)}
+
+
+def _changes(
+    subject: Subject, first: Tensor, cache: Any, targets: Tensor, scores: Tensor, most: float, chunk: int | None
+) -> bool | None:
+    """Whether scores differ by more than so much where all that a cache holds is zero; None where it holds nothing."""
+    stored = list(_held_storages(cache))
+    if not stored:
+        return None
+    # A calibration's tensors may be among them, which other caches share: all are put back.
+    kept = [each.clone() for each in stored]
+    for each in stored:
+        each.zero_()
+    try:
+        were = iter(scores.tolist())
         # A difference that is not a number is one.
-        found["reads_held"] = not float((emptied - scores).abs().max()) <= rounding
-    return found
+        return any(
+            not abs(now - next(were)) <= most
+            for piece in _fed_pieces(subject, first, cache, targets, chunk)
+            for now in piece.tolist()
+        )
+    finally:
+        for each, was in zip(stored, kept, strict=True):
+            each.copy_(was)
 
 
 def _alive() -> int:
