@@ -62,6 +62,21 @@ def test_ls_of_a_method_explains_each_argument() -> None:
     assert refused.exit_code == 2 and "did you mean 'kivi4'" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        ("snapkv @ keep=0.25", True),
+        ("h2o + kivi(bits=4) @ keep=0.25", True),
+        ("expected_attention @ keep=0.5", True),
+        ("kvzip @ keep=0.25", False),
+        ("streaming @ tokens=64", False),
+        ("kivi4", False),
+    ],
+)
+def test_show_says_which_plans_lose_questions_that_come_later(plan: str, told: bool) -> None:
+    assert ("questions that come later take kvzip" in " ".join(call("show", plan).stdout.split())) == told
+
+
 def test_every_argument_of_every_method_has_an_explanation() -> None:
     lacking = [
         f"{name}({each.name}=)"

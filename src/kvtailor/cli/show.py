@@ -98,6 +98,12 @@ def command(
     for word, found in files.items():
         _say_files(word, found, model)
     notes = budget_notes(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], tokens)
+    if parsed.score is not None and parsed.score.needs.of_attention and parsed.score.needs.reconstruction is None:
+        notes.append(
+            "what it keeps follows the prompt's own queries, so a question that is not in the prompt finds little: for "
+            "questions that come later take kvzip, or a code that evicts nothing such as kivi4 "
+            "(docs/how-to/ask-later.md)"
+        )
     if geometry is not None and model is not None:
         from kvtailor.hf.model.key_bias import said_without_weights
         from kvtailor.hf.model.loading import faster_dtype
