@@ -13,7 +13,7 @@ import transformers
 import kvtailor
 from kvtailor.attend.rocket import Rocket
 from kvtailor.attend.segments import Segments
-from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
+from kvtailor.errors import CacheMisuse, CalibrationError, PlanError, UnsupportedModel
 from kvtailor.hf.model.calibrated import UNTRAINED
 from kvtailor.hf.run.feeding import fed
 from kvtailor.hf.run.kept_prompt import keep, why_own
@@ -89,7 +89,7 @@ def check(family: str, plan: str, lengths: tuple[int, ...], tokens: int, dtype: 
     parsed = Plan.parse(plan)
     try:
         own, mine = (kvtailor.cache_for(model, parsed) for _ in range(2))
-    except (PlanError, UnsupportedModel):
+    except (CalibrationError, PlanError, UnsupportedModel):
         # This family cannot have the plan, whichever way the prompt is read.
         return
     kept = kept_of(family, lengths, union_of(parsed), dtype)
