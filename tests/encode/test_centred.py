@@ -16,12 +16,15 @@ from torch import Tensor
 import kvtailor
 from kvtailor.encode.composed.centred import CentredSegment
 from kvtailor.encode.contract import CodecContext
+from kvtailor.engine.steady import SteadyLayer, general_way
 from kvtailor.errors import PlanError
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.key_bias import key_offset_of
 from kvtailor.hf.model.loading import new_model
 from kvtailor.hf.model.modules import modules_by_layer
 from kvtailor.hf.versions import hand_cache
+from kvtailor.ops.cpu.library import library
+from kvtailor.ops.dispatch import using
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.plan import Plan
 from kvtailor.types import KeyOffset, Layout, Rotation
@@ -269,6 +272,38 @@ def test_a_biased_model_loses_no_more_than_one_without(tmp_path: Path) -> None:
     other.reorder_cache(torch.tensor([1, 0]))
     swapped = model(token.flip(0), attention_mask=wide.flip(0), **hand_cache(other)).logits
     assert error(swapped.flip(0), expected) < ROUNDING
+
+
+@torch.no_grad()
+@pytest.mark.skipif(library() is None, reason="the C++ kernels were not built: no compiler")
+@pytest.mark.parametrize("family", BIASED)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "centred(of=vector(bits=4, block_size=16))",
+        "centred(of=hadamard(of=gaussian(bits=4, block_size=16), signs=0))",
+        "snapkv(window=8) + centred(of=vector(bits=4, block_size=16)) @ tokens=30",
+        "snapkv(window=8) + adakv + centred(of=kivi(bits=4, group=8, recent=8)) @ tokens=30",
+    ],
+)
+def test_the_short_way_and_the_general_way_read_codes_as_they_lie(
+    family: str, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded rows, evicted and ragged too: both give the same bits, and what decoded keys give up to rounding."""
+    torch.manual_seed(0)
+    model, (ids, mask) = new_model(family, **SIZES, **BIASED[family]).eval(), prompts((60, 47))
+    biased(model, 30.0)
+    taken, take = [], SteadyLayer.take
+    monkeypatch.setattr(SteadyLayer, "take", lambda *given, **named: taken.append(take(*given, **named)) or taken[-1])
+    short, cache = decoded(model, ids, mask, plan)
+    assert len(taken) >= len(cache.layers)
+    assert any(isinstance(part, CentredSegment) for state in cache.engine.states for part in state.parts())
+    with general_way():
+        general = decoded(model, ids, mask, plan)[0]
+    assert torch.equal(short, general)
+    with using("reference"):
+        plain = decoded(model, ids, mask, plan)[0]
+    assert error(short, plain) < 1e-3
 
 
 def codec(plan: str) -> str:

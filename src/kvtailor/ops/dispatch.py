@@ -27,6 +27,7 @@ from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu import choose, coordinates, merge, pages, quantise
+from kvtailor.ops.cpu import offset as offset_kernels
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
 from kvtailor.ops.cpu.library import Library, library
 from kvtailor.ops.cpu.turned import unsuited as unsuited_turned
@@ -40,6 +41,7 @@ __all__ = [
     "TRITON_OPERATIONS",
     "WON_ON_CUDA",
     "Quantiser",
+    "adds_offsets",
     "asked_here",
     "best_pages",
     "chosen_attention",
@@ -125,7 +127,14 @@ def using(which: str) -> Iterator[None]:
 
 
 def coded_attention(
-    query: Tensor, keys: Coded, values: Coded, *, mass: bool = False, caps: bool = False, turned: Turned | None = None
+    query: Tensor,
+    keys: Coded,
+    values: Coded,
+    *,
+    mass: bool = False,
+    caps: bool = False,
+    turned: Turned | None = None,
+    offset: bool = False,
 ) -> Callable[..., tuple[Any, ...]] | None:
     """What reads these sides as they are stored; None: they must be decoded.
 
@@ -136,8 +145,11 @@ def coded_attention(
             for plain keys alone, and otherwise an `attend_coded`.
         caps: whether logits are capped, which C++ kernels that were built from older sources cannot do.
         turned: how the keys are to be turned, which C++ kernels alone do; None: they are not.
+        offset: whether the keys lack a constant, whose products C++ kernels alone add.
     """
     if query.shape[-2] > MOST_QUERIES or forced() == "reference":
+        return None
+    if offset and not adds_offsets(query):
         return None
     if turned is not None:
         return _turning_attention(query, keys, values, turned, mass=mass)
@@ -213,6 +225,12 @@ def turns_keys(query: Tensor) -> bool:
     """Whether what reads keys for a query (n, g, t, d) can turn them, so that it is worth while to ask for it."""
     built = _built_for(query)
     return built is not None and built.has("kvtailor_turns")
+
+
+def adds_offsets(query: Tensor) -> bool:
+    """Whether what reads keys for a query (n, g, t, d) can add its products with a constant that they lack."""
+    built = _built_for(query)
+    return built is not None and offset_kernels.unsuited(built) is None
 
 
 def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Callable[..., tuple[Tensor, Tensor]] | None:

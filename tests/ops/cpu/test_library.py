@@ -15,6 +15,7 @@ from kvtailor.ops.cpu.library import (
     Call,
     Coding,
     Map,
+    Offset,
     PartCoordinates,
     Side,
     Step,
@@ -76,7 +77,7 @@ def test_a_file_that_does_not_load_is_none(monkeypatch: pytest.MonkeyPatch, tmp_
     ("structure", "header"),
     [
         (Side, "layouts.h"), (Call, "attention.cpp"), (Coding, "quantise.cpp"), (Map, "coordinates.h"),
-        (PartCoordinates, "step.h"), (Step, "step.h"), (Union, "step.h"),
+        (Offset, "offset.h"), (PartCoordinates, "step.h"), (Step, "step.h"), (Union, "step.h"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )  # fmt: skip

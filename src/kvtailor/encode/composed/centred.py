@@ -8,8 +8,9 @@ for it, and reading adds it again.
 *Source* kvtailor's own. The constant is found by asking each attention module what its keys are for no input.
 *Departs* Nothing known. A key is its constant and the rest whatever the constant is, so a wrong one costs precision
 and no correctness. Where a model has no such bias, or its attention cannot be asked, the codec is the inner one.
-*Cost* Nothing in memory. 4 operations for each channel of a key when it is encoded, and again at every step: what is
-stored is decoded to be read, so a decoded token of a long context takes longer than without.
+*Cost* Nothing in memory. 4 operations for each channel of a key when it is encoded. On a CPU the codes are read as they
+lie, and a decoded token multiplies each query head with some 24 numbers a token more (docs/kernels.md, decision 0032);
+on a GPU what is stored is decoded at every step.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Around, Codec, CodecContext, Sides, refuse_non_finite
-from kvtailor.ops.lanes.rotate import turn
+from kvtailor.ops.lanes.rotate import turned_exactly
 from kvtailor.ops.segments.positioned import PositionedSegment, first_of_lanes, positions_of
+from kvtailor.ops.segments.turned import Offsetting
 from kvtailor.types import KeyOffset, Layout, Segment
 
 __all__ = ["Centred", "CentredSegment"]
@@ -42,6 +44,9 @@ class CentredSegment(PositionedSegment):
 
     def keys_back(self, keys: Tensor) -> Tensor:
         return (_wide(keys) + _constants(self.layout, self.first, self.offset, keys)).to(keys.dtype)
+
+    def offsetting(self) -> Offsetting:
+        return Offsetting(offset=self.offset, first=self.first, layout=self.layout)
 
     def of_heads(self, first: int, count: int) -> Segment:
         found = super().of_heads(first, count)
@@ -133,10 +138,9 @@ class Centred(Around, Codec):
         return None if inner is None else inner + self._turning(tokens, key_size)
 
     def read_flops(self, *, tokens: int, queries: int, key_size: int, value_size: int) -> int | None:
-        """Those of the inner codec; where there is a constant, each token is decoded."""
-        if self._offset is not None:
-            return self.decode_flops(tokens=tokens, key_size=key_size, value_size=value_size)
-        return self.of.read_flops(tokens=tokens, queries=queries, key_size=key_size, value_size=value_size)
+        """Those of the inner codec; where there is a constant, some 24 products and sums for each token and query."""
+        inner = self.of.read_flops(tokens=tokens, queries=queries, key_size=key_size, value_size=value_size)
+        return inner if inner is None or self._offset is None else inner + 48 * tokens * queries
 
     def _turning(self, tokens: int, key_size: int) -> int:
         return 0 if self._offset is None else 4 * tokens * key_size
@@ -161,5 +165,4 @@ def _constants(layout: Layout, first: Tensor | None, offset: KeyOffset, like: Te
     vectors = offset.vectors.to(like.device)[head][:, None]
     if offset.rotation is None:
         return vectors
-    found: Tensor = turn(vectors, positions_of(layout, first, like.device), offset.rotation)
-    return found
+    return turned_exactly(vectors, positions_of(layout, first, like.device), offset.rotation)

@@ -138,7 +138,7 @@ def _as_stored(
     kernels = [
         None
         if own is None
-        else dispatch.coded_attention(each, own.keys, own.values, mass=mass, caps=caps, turned=own.turned)
+        else dispatch.coded_attention(each, own.keys, own.values, mass=mass, caps=caps, **own.changing)
         for own, each in asked
     ]
     if not any(kernels):
@@ -150,9 +150,7 @@ def _as_stored(
         if attend is None and own is not None and not own.as_they_are:
             # Queries and sums go to where the codes are, so that no token has to be brought back.
             numbers = own.in_numbers()
-            attend = dispatch.coded_attention(
-                mine, numbers.keys, numbers.values, mass=mass, caps=caps, turned=own.turned
-            )
+            attend = dispatch.coded_attention(mine, numbers.keys, numbers.values, mass=mass, caps=caps, **own.changing)
             own = own if attend is None else numbers
         if attend is None:
             own, mine, reading = None, grouped, part.view()
@@ -177,6 +175,8 @@ def _as_stored(
         }
         if own.turning is not None:
             how["turned"] = own.turned
+        if own.offsetting is not None:
+            how["offset"] = (own.offsetting, grouped)
         # Several parts in one launch; what has to be applied to one part's sums lets that part go alone.
         unlifted = own.as_they_are and (reading is None or reading.lift is None)
         if unlifted and jointly is not None and attend is jointly.attend_coded:

@@ -6,6 +6,7 @@
 #include "codes.h"
 #include "magnitudes.h"
 #include "numbers.h"
+#include "offset.h"
 #include "plain.h"
 #include "signs.h"
 #include "threads.h"
@@ -39,6 +40,7 @@ struct Call {
   const int64_t* starts;  // (m,) slots from the data to where each lane begins, of plain sides; null: as `lane_bytes` says
   const Turn* turn;       // keys were turned back before they were stored, and `query` has as many channels as it says
   const Magnitudes *key_magnitudes, *value_magnitudes;  // the sides have directions; null: they have the states
+  const Offset* offset;  // a constant was taken off keys before they were stored; null: none was
 };
 
 namespace {
@@ -178,7 +180,9 @@ struct Tables {
     return queries || sums ? lines(call.rows * BLOCK + queries + sums) : 0;
   }
 
-  int64_t each() const { return before_magnitudes() + of_magnitudes(); }
+  int64_t before_offset() const { return before_magnitudes() + of_magnitudes(); }
+
+  int64_t each() const { return before_offset() + (call.offset ? lines(room_of(*call.offset, call.rows)) : 0); }
 
   // Scaled queries, the same times scales, their sums; logits; hidden columns; decoded tokens; scales.
   int64_t before_magnitudes() const {
@@ -262,7 +266,7 @@ struct Piece {
   const Tables& tables;
   int64_t lane, rows = call.rows;  // `lane` may become another of the same owner
   float *cut, *query, *folded, *sums_at, *logits_at, *hidden, *tile, *scales, *key_scales, *value_scales, *angles, *turned;
-  float *of_whole, *whole_sums, *whole_query;
+  float *of_whole, *whole_sums, *whole_query, *of_offset;
   bool knows_angles = false;  // those of the block are there
 
   // Apart, since several functions begin with it.
@@ -275,6 +279,8 @@ struct Piece {
     angles = value_scales + 2 * (BLOCK * groups_of(tables.values) + W), turned = angles + BLOCK * tables.angles;
     of_whole = scratch + tables.before_magnitudes(), whole_sums = of_whole + rows * BLOCK;
     whole_query = whole_sums + (call.value_magnitudes ? rows * tables.wide_values : 0);
+    of_offset = scratch + tables.before_offset();
+    if (call.offset) Shift(*call.offset, rows, of_offset).ask(owner(), call.scaling);
     if (call.key_magnitudes) lay_out(call.keys.size, tables.wide_keys, whole_query);
     if (call.turn) {
       lay_out(call.turn->size, tables.wide_turned, query);
@@ -657,6 +663,7 @@ struct Piece {
       });
     if (tables.signed_keys) add_products_of_signs(first, count);
     if (call.key_magnitudes) magnify_logits(first, count);
+    if (call.offset) Shift(*call.offset, rows, of_offset).add(lane, call.slots, first, count, logits_at);
     if (call.softcap > 0) cap(count);
     raise(first, count);
     for (int64_t r = 0; r < rows; r++)
@@ -973,6 +980,9 @@ int32_t kvtailor_picks() { return 1; }
 
 // Whether sides may have magnitudes: a library from older sources has no such function.
 int32_t kvtailor_magnitudes() { return 1; }
+
+// Whether keys may have had a constant taken off.
+int32_t kvtailor_offsets() { return 1; }
 
 // Whether this machine has the instructions that this variant was compiled for.
 int32_t kvtailor_runs() {

@@ -17,10 +17,11 @@ from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu import magnitudes
 from kvtailor.ops.cpu.library import DTYPES, Call, Library, Side, Turn, library
+from kvtailor.ops.cpu.offset import offset_of
 from kvtailor.ops.cpu.turned import turn_of
 from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.ops.segments.pair_sides import Magnified
-from kvtailor.ops.segments.turned import Turned
+from kvtailor.ops.segments.turned import Offsetting, Turned
 
 __all__ = ["Kept", "attend_coded", "attend_keeping", "call_of", "run", "side_of", "threads_for", "unsuited"]
 
@@ -128,6 +129,7 @@ def attend_coded(
     visible: Tensor | None = None,
     log_weight: Tensor | None = None,
     turned: Turned | None = None,
+    offset: tuple[Offsetting, Tensor] | None = None,
     using: Library | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over all slots of one part.
@@ -143,12 +145,13 @@ def attend_coded(
         visible: bool that broadcasts to (m, t, s); None: every query sees every slot.
         log_weight: (m, s) float32 added to the logits; None: nothing.
         turned: the keys are to be turned, and the query is for what they are then; None: they are not.
+        offset: a constant that the keys lack, and the query in the model's channels; None: they lack none.
         using: the variant; None: the best.
 
     Returns:
         out (n, g, t, r) float32, zeros where a query sees nothing; lse (n, g, t) float32, -inf there.
     """
-    call, held = call_of(query, keys, values, scaling, softcap, owner, lengths, visible, log_weight, turned)
+    call, held = call_of(query, keys, values, scaling, softcap, owner, lengths, visible, log_weight, turned, offset)
     return run(call, held, query.shape, using or library())
 
 
@@ -176,6 +179,7 @@ def call_of(
     visible: Tensor | None = None,
     log_weight: Tensor | None = None,
     turned: Turned | None = None,
+    offset: tuple[Offsetting, Tensor] | None = None,
 ) -> tuple[Call, list[Tensor]]:
     """The arguments of a call, and the tensors that it points to."""
     owners, group, new, size = query.shape
@@ -192,6 +196,9 @@ def call_of(
     if turned is not None:
         made.append(turn_of(turned, size, slots, held, made))
         call.turn = ctypes.addressof(made[-1])
+    if offset is not None:
+        made.append(offset_of(*offset, held, made))
+        call.offset = ctypes.addressof(made[-1])
     if softcap is not None:
         call.softcap = softcap
     if owner is not None:

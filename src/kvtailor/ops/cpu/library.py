@@ -31,6 +31,7 @@ __all__ = [
     "Pages",
     "Magnitudes",
     "Map",
+    "Offset",
     "PartCoordinates",
     "Side",
     "Step",
@@ -93,7 +94,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("kept", "counts", "mass")),
         ("softcap", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("firsts", "starts", "turn")),
-        *((name, ctypes.c_void_p) for name in ("key_magnitudes", "value_magnitudes")),
+        *((name, ctypes.c_void_p) for name in ("key_magnitudes", "value_magnitudes", "offset")),
     ]
 
 
@@ -141,6 +142,16 @@ class Turn(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("planes", "interleaved", "start", "joined", "size", "alike")),
         ("before", ctypes.c_void_p),
         ("count_before", ctypes.c_int64),
+    ]
+
+
+class Offset(ctypes.Structure):
+    """`Offset` of offset.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "vectors", "frequencies", "weights", "functions")),
+        *((name, ctypes.c_void_p) for name in ("positions", "first")),
+        *((name, ctypes.c_int64) for name in ("planes", "interleaved", "start", "size", "heads", "rank", "wide")),
     ]
 
 

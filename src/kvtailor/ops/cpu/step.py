@@ -16,8 +16,10 @@ from torch import Tensor
 
 from kvtailor.ops.cpu.attention import side_of, unsuited
 from kvtailor.ops.cpu.coordinates import map_of
-from kvtailor.ops.cpu.library import DTYPES, Call, Ends, Library, PartCoordinates, Step, library
+from kvtailor.ops.cpu.library import DTYPES, Call, Ends, Library, Offset, PartCoordinates, Step, library
 from kvtailor.ops.cpu.magnitudes import directions_of
+from kvtailor.ops.cpu.offset import offset_of
+from kvtailor.ops.cpu.offset import unsuited as unsuited_offset
 from kvtailor.ops.cpu.step_pages import StepPages
 from kvtailor.ops.cpu.step_pages import unsuited as unsuited_pages
 from kvtailor.ops.cpu.turned import turn_of
@@ -85,7 +87,7 @@ class TokenStep:
         self.scaling, self.softcap, self.threads = scaling, softcap, torch.get_num_threads()
         self.complete, self._numbers, self.chooses = True, list[Any](), pages is not None
         # Channels of a query or a sum on its way through coordinates.
-        self._widest = [size, value_size]
+        self._widest, self._offsets = [size, value_size], list[Offset]()
         self._calls, maps = list[Call](), list[PartCoordinates]()
         self._pages: StepPages | None = None
         if pages is not None:
@@ -145,6 +147,8 @@ class TokenStep:
             why = unsuited(own.keys, own.values)
             if why is None and own.turned is not None:
                 why = unsuited_turned(own.keys, own.turned, used)
+            if why is None and own.offsetting is not None:
+                why = unsuited_offset(used)
             if why is not None:
                 return why
         tail = parts[-1]
@@ -288,6 +292,9 @@ class TokenStep:
             self._numbers.append(turn_of(turned, self.query_shape[-1], layout.size, held, self._numbers))
             call.turn = ctypes.addressof(self._numbers[-1])
         # Both are on the CPU, whatever they describe, and as long as the lanes are many.
+        if own.offsetting is not None:
+            self._offsets.append(offset_of(own.offsetting, None, held, self._numbers))
+            call.offset = ctypes.addressof(self._offsets[-1])
         if layout.owner is not None:
             call.owner = self._kept(ctypes.c_int64, layout.owner)
         if layout.lengths is not None:
@@ -383,6 +390,8 @@ class TokenStep:
             setattr(of, name, base + 4 * at)
         for call, own in zip(self._calls, self._coordinates, strict=True):
             call.query = own.query if own.keys_count else self._step.asked
+        for offset in self._offsets:
+            offset.query = self._step.asked
         if self._pages is not None:
             self._pages.choice.query = self._step.asked
         if self._ends is not None and self._ends.planes:

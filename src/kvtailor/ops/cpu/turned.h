@@ -50,7 +50,7 @@ int64_t of_matrix(int64_t stored, int64_t wide, bool coarse) {
 }
 
 // Floats of a row of matrices, whichever map it has come through.
-int64_t row_room(const Turn& turn, int64_t stored) {
+SMALL_CODE int64_t row_room(const Turn& turn, int64_t stored) {
   int64_t most = padded_to_chunks(stored);
   for (int64_t i = 0; i < turn.count_before; i++) {
     const int64_t before = padded_to_chunks(turn.before[i]->blocks * turn.before[i]->wide);
@@ -60,7 +60,7 @@ int64_t row_room(const Turn& turn, int64_t stored) {
 }
 
 // Floats of all that `prepare` writes.
-int64_t room_of(const Turn& turn, int64_t stored, int64_t wide, bool coarse) {
+SMALL_CODE int64_t room_of(const Turn& turn, int64_t stored, int64_t wide, bool coarse) {
   const int64_t matrices = heads_of(turn) * of_matrix(stored, wide, coarse);
   return 2 * turning_numbers(turn) + matrices + 2 * MAPPED * row_room(turn, stored);
 }

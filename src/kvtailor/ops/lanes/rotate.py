@@ -8,7 +8,7 @@ from torch import Tensor
 from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.types import Rotation
 
-__all__ = ["cosines_and_sines", "turn", "turn_on_average", "turned_planes"]
+__all__ = ["cosines_and_sines", "turn", "turn_on_average", "turned_exactly", "turned_planes"]
 
 # Elements that are turned at once: what is made on the way, in float32, stays in a core's cache.
 _PIECE = 1 << 18
@@ -39,6 +39,16 @@ def turn(states: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
     for lanes, slots in pieces(states.shape[0], states.shape[1], states.shape[2], _PIECE):
         turned[lanes, slots] = _combined(states[lanes, slots], cos[lanes, slots], sin[lanes, slots], rotation)
     return turned
+
+
+def turned_exactly(states: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+    """States (..., n, d) as `turn` gives them, by angles that are products in float64.
+
+    Where several parts of an angle are taken apart and put together again, that is the angle they give.
+    """
+    angle = positions.to(torch.float64)[..., None] * rotation.frequencies.to(positions.device, torch.float64)
+    cos, sin = (each.to(states.device, torch.float32) for each in (angle.cos(), angle.sin()))
+    return _combined(states, cos, sin, rotation)
 
 
 def cosines_and_sines(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import Self
 from torch import Tensor
 
 from kvtailor.ops.attention.joined import side_by_side
-from kvtailor.ops.segments.turned import Turning
+from kvtailor.ops.segments.turned import Offsetting, Turning
 from kvtailor.types import Coordinates, Layout, Lift, Segment, SegmentView
 
 __all__ = ["AroundSegment"]
@@ -51,6 +51,10 @@ class AroundSegment(Segment):
 
     def turning(self) -> Turning | None:
         """By how much the inner segment's keys are turned, where that is all that leads back; None: it is not."""
+        return None
+
+    def offsetting(self) -> Offsetting | None:
+        """What the inner segment's keys lack, where that is a constant of each head; None: it is not."""
         return None
 
     def decode(self) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from kvtailor.ops.segments.around import AroundSegment
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole
 from kvtailor.ops.segments.latents import LatentSegment
 from kvtailor.ops.segments.pair_sides import HalfSegment
-from kvtailor.ops.segments.turned import Turned, Turning
+from kvtailor.ops.segments.turned import Offsetting, Turned, Turning
 from kvtailor.ops.segments.weighted import Weighted
 from kvtailor.types import Coordinates, Layout, PickedChannels, Segment
 
@@ -42,6 +42,8 @@ class StoredSides(NamedTuple):
         joined: neighbouring kv heads of the model that share a lane. `layout` has so many times fewer heads.
         turning: the keys are turned by their positions once they are out of `keys_in`, so that the query stays as it
             is; None: they are not.
+        offsetting: a constant that the model's keys have besides; the logits get the product of the query, as it is in
+            the model's channels, with it. None: none.
         log_weight: (m, s) float32 added to the logits; None: nothing.
     """
 
@@ -52,6 +54,7 @@ class StoredSides(NamedTuple):
     values_in: tuple[Coordinates, ...] = ()
     joined: int = 1
     turning: Turning | None = None
+    offsetting: Offsetting | None = None
     log_weight: Tensor | None = None
 
     @property
@@ -62,9 +65,15 @@ class StoredSides(NamedTuple):
         return Turned(*self.turning, layout=self.layout, keys_in=self.keys_in, joined=self.joined)
 
     @property
+    def changing(self) -> dict[str, Any]:
+        """What a kernel must know of keys that are changed by their positions, see `dispatch.coded_attention`."""
+        return {"turned": self.turned, "offset": self.offsetting is not None}
+
+    @property
     def as_they_are(self) -> bool:
         """Whether queries and sums stay as they are."""
-        return not self.keys_in and not self.values_in and self.joined == 1 and self.turning is None
+        own = not self.keys_in and not self.values_in and self.joined == 1
+        return own and self.turning is None and self.offsetting is None
 
     @property
     def shifts_logits(self) -> bool:
@@ -145,12 +154,20 @@ def stored_sides(part: Segment) -> StoredSides | None:
         turning = part.turning()
         if turning is not None:
             return _turned(part, turning)
+        offsetting = part.offsetting()
+        if offsetting is not None:
+            inner = stored_sides(part.inner)
+            # Both count positions, of what would be two kinds of keys.
+            if inner is None or inner.joined > 1 or inner.turning is not None or inner.offsetting is not None:
+                return None
+            return inner._replace(offsetting=offsetting)
         inner = None if type(part).coordinates is AroundSegment.coordinates else stored_sides(part.inner)
         if inner is None or inner.joined != 1:
             return None
         key_size, value_size = inner.channels()
         maps = None if key_size is None or value_size is None else part.coordinates(key_size, value_size)
-        if maps is None or (inner.turning is not None and maps[0] is not None):
+        moved = inner.turning is not None or inner.offsetting is not None
+        if maps is None or (moved and maps[0] is not None):
             return None
         return _within(inner, *maps)
     if isinstance(part, LatentSegment):
@@ -169,6 +186,8 @@ def _turned(part: AroundSegment, turning: Turning) -> StoredSides | None:
     if inner is None or inner.turning is not None or any(isinstance(m, PickedChannels) for m in inner.keys_in):
         # What turns keys multiplies them with matrices.
         return None
+    if inner.offsetting is not None:
+        return None
     first, layout = turning.first, inner.layout
     if first is not None and inner.joined > 1:
         # The lanes of a row have the same, and those that are stored are fewer.
@@ -181,7 +200,9 @@ def _turned(part: AroundSegment, turning: Turning) -> StoredSides | None:
 
 def _latents(part: LatentSegment) -> StoredSides | None:
     inner = stored_sides(part.inner)
-    if inner is None or inner.joined != 1 or inner.turning is not None or (part.whole is not None and part.joined > 1):
+    if inner is None or inner.joined != 1 or (part.whole is not None and part.joined > 1):
+        return None
+    if inner.turning is not None or inner.offsetting is not None:
         return None
     keys, values = (None if each is None else each.coordinates() for each in (part.keys_basis, part.values_basis))
     # The side that is not projected has no channels among the latents.

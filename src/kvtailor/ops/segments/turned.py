@@ -1,4 +1,4 @@
-"""Keys that are turned by their positions after they are read: a map of each token, and not one for all."""
+"""Keys that are changed by their positions after they are read: each by itself, and not by one map for all."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvtailor.types import Coordinates, Layout, Rotation
+from kvtailor.types import Coordinates, KeyOffset, Layout, Rotation
 
-__all__ = ["Turned", "Turning"]
+__all__ = ["Offsetting", "Turned", "Turning"]
 
 
 class Turning(NamedTuple):
@@ -38,3 +38,17 @@ class Turned(NamedTuple):
     layout: Layout
     keys_in: tuple[Coordinates, ...]
     joined: int
+
+
+class Offsetting(NamedTuple):
+    """A constant that keys have besides what is stored, so that each logit gets the query's product with it.
+
+    Attributes:
+        offset: of the layer's heads that are here.
+        first: (m,) int64 column from which each lane's positions count; None: 0.
+        layout: of the lanes that are stored.
+    """
+
+    offset: KeyOffset
+    first: Tensor | None
+    layout: Layout
