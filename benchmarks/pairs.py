@@ -1,6 +1,6 @@
 """What does a decoded token cost where a method that chooses tokens meets a codec?
 
-    python benchmarks/pairs.py [--model demo] [--only streamingllm] [--codec kivi] [--threads 1] [--out FILE]
+    python benchmarks/pairs.py [--model demo] [--layers 2] [--only streamingllm] [--codec kivi] [--slack 0] [--out FILE]
 
 Each method was timed alone when it was written, and most codecs too. Together they share one machinery: what an
 eviction keeps is encoded, and moves as codes from then on. A pair can be slow though both of its parts are fast: where
@@ -12,11 +12,15 @@ and each preset that evicts. Each is combined with each codec. The scorer beside
 is `h2o`, since that one evicts while the cache decodes. A pair that no plan allows, or that the model cannot have, is
 named with the reason.
 
+Times are of the processor, of all its threads, so that other work on the machine disturbs them little.
+
 Three caches take turns: the method alone, the codec alone, and both. A turn is a stretch of tokens, as long as the
 longest distance between two evictions or two blocks of a codec, divided by their number: an eviction each 32 tokens
 costs what it costs, spread over these. Which of the three begins is another one in each round, and the first round is
 not counted. The figure is the median of the rounds, with the smallest and the largest; the ratio is that of the pair's
 median to the larger median of its two parts. Above 2 something is wrong with the pair.
+
+With `--slack 0` each method evicts at every token. A run that was cut off goes on where `--out` ends.
 
 The last line is one JSON object: rows of method, codec, milliseconds a token and ratio, and what was left out.
 """
@@ -47,23 +51,27 @@ BESIDE = "h2o"
 """The scorer beside a method that is none."""
 
 
-def choosers() -> dict[str, str | dict[str, Any]]:
-    """Return what makes the plan of each choosing method, by the name that the table shows: a line, or parts."""
+def choosers(slack: int | None) -> dict[str, str | dict[str, Any]]:
+    """Return what makes the plan of each choosing method, by the name that the table shows: a line, or parts.
+
+    `slack` is that of all of them; None: each has its own.
+    """
+    often: dict[str, Any] = {} if slack is None else {"slack": slack}
     scorer = registry.load("score", BESIDE)()
     found: dict[str, str | dict[str, Any]] = {}
     for stage in ("score", "allocate", "select", "merge", "attend"):
         for name in registry.methods(stage):
             if name == registry.null(stage):
                 continue
-            parts = {stage: _sample(stage, name), "tokens": BUDGET}
+            parts = {stage: _sample(stage, name), "tokens": BUDGET, **often}
             if stage in ("allocate", "select", "merge"):
                 parts["score"] = scorer
             elif stage == "attend":
-                del parts["tokens"]
+                parts = {stage: parts[stage]}
             found[f"{stage} {name}"] = parts
     for name, preset in registry.presets().items():
         if preset.plan.get("score") and Plan.parse(f"{name} @ tokens={BUDGET}").encode.exact:
-            found[f"preset {name}"] = f"{name} @ tokens={BUDGET}"
+            found[f"preset {name}"] = f"{name} @ tokens={BUDGET}" + "".join(f", slack={n}" for n in often.values())
     return found
 
 
@@ -98,10 +106,10 @@ class Decoded:
 
     def take(self, tokens: int) -> float:
         """Decode so many tokens; return milliseconds for each."""
-        begin = time.perf_counter()
+        begin = time.process_time()
         for _ in range(tokens):
             self.model(self.token, **hand_cache(self.cache), logits_to_keep=1)
-        return 1000 * (time.perf_counter() - begin) / tokens
+        return 1000 * (time.process_time() - begin) / tokens
 
 
 def measured(sides: list[Decoded], rounds: int, stretch: int) -> list[list[float]]:
@@ -116,13 +124,15 @@ def measured(sides: list[Decoded], rounds: int, stretch: int) -> list[list[float
     return times
 
 
-def pairs(model: Any, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each pair: its times and ratio, or why it is left out."""
+def pairs(model: Any, asked: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each pair that is not done: its times and ratio, or why it is left out."""
     generator = torch.Generator().manual_seed(2)
     prompt = torch.randint(4, model.config.vocab_size, (1, PROMPT), generator=generator)
-    for method, made in choosers().items():
+    for method, made in choosers(asked.slack).items():
         for codec, encode in codecs().items():
             if (asked.only and asked.only not in method) or (asked.codec and asked.codec != codec):
+                continue
+            if (method, codec) in done:
                 continue
             row: dict[str, Any] = {"method": method, "codec": codec}
             try:
@@ -145,6 +155,8 @@ def main() -> int:
     parser.add_argument("--codec", help="this codec alone")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--stretch", type=int, default=STRETCH, help="tokens of a turn")
+    parser.add_argument("--slack", type=int, help="of every method that evicts, in the place of its own")
+    parser.add_argument("--layers", type=int, help="only so many layers of the model, which takes less time")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the rows to this file as well, as JSON lines, as they come")
     asked = parser.parse_args()
@@ -152,8 +164,14 @@ def main() -> int:
     torch.set_num_threads(asked.threads)
     torch.set_grad_enabled(False)
     model, _ = kvtailor.load_model(asked.model, dtype=torch.float32)
+    if asked.layers is not None:
+        model.model.layers = model.model.layers[: asked.layers]
+        model.config.num_hidden_layers = asked.layers
     rows = []
-    for row in pairs(model, asked):
+    if asked.out is not None and asked.out.exists():
+        rows = [json.loads(line) for line in asked.out.read_text(encoding="utf-8").splitlines()]
+    done = {(row["method"], row["codec"]) for row in rows}
+    for row in pairs(model, asked, done):
         rows.append(row)
         if "left_out" in row:
             print(f"{row['method']:<26} {row['codec']:<11} left out: {row['left_out'][:160]}", flush=True)

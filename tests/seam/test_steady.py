@@ -64,6 +64,8 @@ SHORT = (
     "streamingllm + kivi(bits=4, group=8, recent=8) @ tokens=40", "position(sinks=3) + rolling @ tokens=99, slack=12",
     "position(sinks=3) + rolling + vector(bits=8) @ tokens=40, slack=12", "streamingllm + vector(bits=4) @ tokens=99",
     "streamingllm + hadamard(of=vector(bits=8)) @ tokens=40",
+    "streamingllm + channels(keep=0.5, window=8, recent=8, block_size=16) @ tokens=40",
+    "streamingllm + by_age(of=[vector(bits=8, block_size=32), vector(bits=4, block_size=32)], ages=[70]) @ tokens=99",
 )  # fmt: skip
 # They read the best pages, of heads of 32 channels.
 PAGED = (

@@ -17,9 +17,9 @@ before any cap on logits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch import Tensor
 from kvtailor.encode.contract import Codec, refuse_non_finite
 from kvtailor.encode.settings.by_blocks import ByBlocks
 from kvtailor.method import renamed
+from kvtailor.ops import huge_pages
 from kvtailor.ops.segments.coded import Coded, PairSegment, TimeGrouped, Whole, alone
 from kvtailor.types import Coordinates, Layout, Needs, PickedChannels
 
@@ -49,6 +50,19 @@ class KeptChannels(TimeGrouped):
     of_tokens = ("states",)
     shared = ("kept",)
     dtypes = {**TimeGrouped.dtypes, "kept": (torch.uint8, torch.int16)}
+
+    def regather(self, lane: Tensor, slot: Tensor) -> Self:
+        """See `Coded.regather`; the lanes of one head have the same channels, and tokens do not change heads."""
+        kept = self.kept[lane, 0] if self.row is None else None
+        if kept is None or bool((kept != kept[:, :1]).any()):
+            return super().regather(lane, slot)
+        groups = -(-slot.shape[1] // self.group)
+        states = huge_pages.picked(self.states, (lane, slot))
+        return replace(self, states=states, kept=kept[:, :1].repeat(1, groups, 1))
+
+    def regather_with(self, others: Sequence[Coded], at: Tensor) -> Self | None:
+        """None: blocks have channels of their own, and a segment of several could not be read by picking them."""
+        return None
 
     def decode(self) -> Tensor:
         # Until tokens move, all groups of a lane have the same channels.

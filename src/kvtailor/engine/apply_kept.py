@@ -8,24 +8,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from kvtailor.engine.budget import waiting_tokens
 from kvtailor.engine.ends.drop_middle import first_tokens
 from kvtailor.engine.layer_group import joined
 from kvtailor.errors import CacheMisuse
 from kvtailor.merge.contract import Merged
 from kvtailor.ops import huge_pages
 from kvtailor.ops.lanes.kept import place_among_kept
-from kvtailor.ops.lanes.ragged import Cut, cut_lanes, gather_held, tokens_of_part
+from kvtailor.ops.lanes.ragged import Cut, cut_lanes, cut_of_part, gather_held, tokens_of_part
 from kvtailor.ops.segments.latent_keys import parted
 from kvtailor.ops.segments.weighted import Weighted, without_weight
 from kvtailor.plan.registry import name_of
 from kvtailor.types import Held, PlainSegment, Segment
 from kvtailor.types.checked_returns import checked_segment, checked_tensor, refuse
-from kvtailor.types.late_checks import require_none
+from kvtailor.types.late_checks import require_none, sent
 
 if TYPE_CHECKING:
     from kvtailor.engine.layer_state import LayerState
@@ -138,15 +140,23 @@ def what_stays(
         cuts, segments = [cut for cut, _ in moved], [segment for _, segment in moved]
         for cut in cuts:
             leaving = leaving - cut.counts.view_as(leaving)
-    now = encoding and not state.layer_group
-    runs = _runs(state, plan, held, old, leaving, recent) if now else [(old, leaving, 0)]
-    for mask, counted, newest in _apart(runs, front):
-        fresh = cut_lanes(mask, codec.lane_multiple, counted)
-        if fresh is not None:
-            plain = _gathered(state, held, keep, merged, fresh)
-            stored = _encoded_now(state, plan, held, plain, newest) if now else plain
-            segments.append(_weighed(stored, held, keep, merged, fresh))
-            cuts.append(fresh)
+    waits = torch.ones(state.rows, dtype=torch.bool)
+    if encoding and not state.layer_group:
+        waits = _waiting_rows(state, plan, leaving)
+    for row_waits in (False, True):
+        if not bool((waits == row_waits).any()):
+            continue
+        mask, counted = _of_rows(waits == row_waits, old, leaving)
+        runs: list[tuple[Tensor, Tensor, int]] = [(mask, counted, 0)]
+        if not row_waits:
+            runs = _runs(state, plan, held, mask, counted, recent)
+        for those, number, newest in _apart(runs, front):
+            fresh = cut_lanes(those, codec.lane_multiple, number)
+            if fresh is not None:
+                plain = _gathered(state, held, keep, merged, fresh)
+                stored = plain if row_waits else _encoded_now(state, plan, held, plain, newest)
+                segments.append(_weighed(stored, held, keep, merged, fresh))
+                cuts.append(fresh)
     rewritten = None
     if recent:
         staying = cut_lanes(keep & held.recent(recent), counts=torch.full_like(counts.kept, recent))
@@ -226,26 +236,108 @@ def _moved_codes(
     left for the codec.
     """
     codec = state.codec(plan)
-    rows, heads = held.keys.shape[:2]
-    fresh, moved, codes = torch.zeros_like(old), [], []
+    # fresh (b, h, n) bool.
+    fresh, codes = torch.zeros_like(old), list[_Codes]()
     for stored, slot in zip(state.parts(), slots, strict=True):
         # mine (b, h, n) bool: tokens of this part that stay. lane_of, slot_of (b * h, n): where each stands in it.
         mine, lane_of, slot_of = tokens_of_part(stored.layout, slot, old)
         if not isinstance(without_weight(stored), codec.segment_type()):
             fresh |= mine
-        else:
-            masks = [mine] if front is None else [mine & front, mine & ~front]
-            codes += [(stored, mask, lane_of, slot_of) for mask in masks]
+            continue
+        masks = [mine] if front is None else [mine & front, mine & ~front]
+        for mask in masks:
+            codes.append(_Codes(stored, slot, mask, lane_of, slot_of, front=mask is not masks[-1]))
     # (parts, b, h): how many of each part stay, in one transfer.
-    counts = torch.stack([mine.sum(-1) for _, mine, _, _ in codes]).cpu() if codes else ()
-    for (stored, mine, lane_of, slot_of), each in zip(codes, counts, strict=True):
-        cut = cut_lanes(mine, codec.lane_multiple, each)
-        if cut is not None:
-            # (m', 1) and (m', s'): for each new slot the owner of its lane, and the token along n that fills it.
-            at = cut.owners[:, None], cut.index
-            layout = cut.layout(rows, heads, held.positions)
-            moved.append((cut, stored.regather(lane_of[at], slot_of[at], layout)))
-    return fresh, moved
+    counts = torch.stack([each.mine.sum(-1) for each in codes]).cpu() if codes else ()
+    moved, run = list[tuple[Cut, Segment]](), list[tuple[_Codes, Tensor]]()
+    for each, count in zip(codes, counts, strict=True):
+        if not bool(count.any()):
+            continue
+        whole = bool((count == each.stored.layout.counts()).all())
+        if run and (whole or each.front != run[-1][0].front):
+            moved += _moved_together(run, codec.lane_multiple, held)
+            run = []
+        if whole:
+            # All of it stays: nothing has to move.
+            moved.append((cut_of_part(each.stored.layout, each.slots), each.stored))
+        else:
+            run.append((each, count))
+    return fresh, moved + _moved_together(run, codec.lane_multiple, held)
+
+
+class _Codes(NamedTuple):
+    """Tokens of an encoded segment that stay.
+
+    Attributes:
+        stored: the segment.
+        slots: (m, s) int64 where its slots stand in the padded rows.
+        mine: (b, h, n) bool: the tokens.
+        lane, slot: (b * h, n) int64: where each stands in it.
+        front: they are the first of each row, which become a segment of their own.
+    """
+
+    stored: Segment
+    slots: Tensor
+    mine: Tensor
+    lane: Tensor
+    slot: Tensor
+    front: bool
+
+
+def _moved_together(run: Sequence[tuple[_Codes, Tensor]], multiple: int, held: Held) -> list[tuple[Cut, Segment]]:
+    """Return what stays of segments that follow each other, with its cuts: in one where their encoding allows it.
+
+    A segment of which each eviction leaves fewer tokens would else be there for as long as one of them is.
+
+    Args:
+        run: the tokens, and how many of each row and head (b, h) int64 on the CPU.
+        multiple: see `cut_lanes`.
+        held: of the layer.
+    """
+    if not run:
+        return []
+    rows, heads = held.keys.shape[:2]
+    (first, counts), others, lanes = run[0], run[1:], 0
+    mine, lane, slot = first.mine, first.lane, first.slot
+    if others:
+        for (before, _), (each, count) in pairwise(run):
+            lanes += before.stored.layout.lanes
+            here = each.mine.flatten(0, 1)
+            lane, slot = torch.where(here, each.lane + lanes, lane), torch.where(here, each.slot, slot)
+            mine, counts = mine | each.mine, counts + count
+    cut = cut_lanes(mine, multiple, counts)
+    assert cut is not None
+    # (m', 1) and (m', s'): for each new slot the owner of its lane, and the token along n that fills it.
+    at = cut.owners[:, None], cut.index
+    layout = cut.layout(rows, heads, held.positions)
+    if not others:
+        return [(cut, first.stored.regather(lane[at], slot[at], layout))]
+    found = first.stored.regather_with([each.stored for each, _ in others], lane[at], slot[at], layout)
+    if found is not None:
+        return [(cut, found)]
+    return [each for alone in run for each in _moved_together([alone], multiple, held)]
+
+
+def _waiting_rows(state: LayerState, plan: Plan, leaving: Tensor) -> Tensor:
+    """Return (b,) bool on the CPU: rows of which what is not encoded yet waits until there is more of it.
+
+    A plan that evicts at each decoded token would else encode each token alone, and have a segment for each. A row
+    waits for itself alone, so that it is encoded as it would be without the others.
+
+    Args:
+        state, plan: see `what_stays`.
+        leaving: (b, h) int64 on the CPU: how many tokens of each head are not encoded.
+    """
+    enough = waiting_tokens(plan, state.codec(plan)) if state.clock.decoding else 0
+    # One answer for all heads of a row, whichever process has them.
+    return leaving.amax(1) < enough if not enough else state.model.share.gather(leaving, 1).amax(1) < enough
+
+
+def _of_rows(rows: Tensor, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens (b, h, n) bool and their counts (b, h) on the CPU without those of other rows than these (b,)."""
+    if bool(rows.all()):
+        return tokens, counts
+    return tokens & sent(rows, tokens.device)[:, None, None], counts * rows[:, None]
 
 
 def _runs(

@@ -14,7 +14,10 @@ from torch import Tensor
 from kvtailor.ops.lanes.ragged import page_size
 
 if TYPE_CHECKING:
+    from kvtailor.encode.contract import Codec
     from kvtailor.plan import Plan
+
+_AT_ONCE = 32
 
 __all__ = [
     "Budget",
@@ -24,6 +27,7 @@ __all__ = [
     "only_recent",
     "recent_tokens",
     "total_tokens",
+    "waiting_tokens",
     "warned_of_recent",
 ]
 
@@ -148,6 +152,16 @@ def recent_tokens(plan: Plan, each: Tensor) -> Tensor:
     return each.clamp(max=plan.score.recent)
 
 
+def waiting_tokens(plan: Plan, codec: Codec) -> int:
+    """Return how many tokens of a head a layer encodes at once while it decodes, where each eviction leaves fewer.
+
+    Fewer wait as they are, besides the newest ones that must stay; 0: none waits. They are as many as most plans let a
+    tail grow between two evictions, so that what evicts more often holds no more in full precision.
+    """
+    slack, least = plan.slack_tokens, min(codec.block, _AT_ONCE)
+    return least if slack is not None and slack + 1 < least and not codec.exact and not codec.across else 0
+
+
 def only_recent(*, seen: int | None, held: int, recent: int) -> str:
     """What a budget of `held` tokens per kv head means where the score always keeps `recent` newest, at least as many.
 
@@ -209,6 +223,9 @@ def _affordable(plan: Plan, shapes: Sequence[CacheShape], other_bytes: int) -> i
     if share < 0:
         # The window itself does not fit, so all that is held are the newest of it, as many in each head.
         return max(math.floor(whole / heads / (plain + 4)), 0) * heads
+    # What waits to be encoded is in full precision: all that is not recent, or so many tokens of it.
+    more = max(0.0, plain + 4 - each) * waiting_tokens(plan, plan.encode)
+    share = max(share - heads * more, min(share, share * each / (plain + 4)))
     mean = share / heads / each
     if ragged:
         page = page_size(mean, plan.encode.lane_multiple)

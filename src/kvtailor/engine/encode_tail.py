@@ -12,8 +12,9 @@ from torch import Tensor
 
 from kvtailor.engine.layer_group import encoded
 from kvtailor.ops.lanes.ragged import cut_lanes
-from kvtailor.ops.segments.weighted import Weighted
+from kvtailor.ops.segments.weighted import Weighted, without_weight
 from kvtailor.types import Layout, PlainSegment, Segment
+from kvtailor.types.checked_returns import checked_segment
 
 if TYPE_CHECKING:
     from kvtailor.engine.layer_state import LayerState
@@ -65,6 +66,8 @@ def _renew(state: LayerState, plan: Plan, first: Tensor | None) -> None:
     found = [_renewed(each, codec, state.stored.seen, first) for each in held]
     if any(new is not old for new, old in zip(found, held, strict=True)):
         state.stored.segments = found
+        # What is carried of them was made from other codes.
+        state.clock.reindex = True
 
 
 def _renewed(segment: Segment, codec: Codec, seen: int, first: Tensor | None) -> Segment:
@@ -81,6 +84,8 @@ def _encode_oldest(
     state = group[-1]
     codec, tail, seen = state.encoder(plan, first), state.stored.tail, state.stored.seen
     assert tail is not None
+    if len(group) == 1:
+        state.stored.segments = [_no_longer_waiting(each, codec, first, seen) for each in state.here()]
     begin = 0
     for size, age in codec.runs(count, tail.length - count):
         leaving = [_oldest(each, begin, size, real, codec.lane_multiple) for each in group]
@@ -92,6 +97,20 @@ def _encode_oldest(
             each.stored.segments.append(segment)
     for each in group:
         _drop_oldest(each, count)
+
+
+def _no_longer_waiting(segment: Segment, codec: Codec, first: Tensor | None, seen: int) -> Segment:
+    """The segment, encoded where it was left as it is for more to come (`budget.waiting_tokens`).
+
+    It is older than what is encoded now, and segments are in time order.
+    """
+    plain = without_weight(segment)
+    if not isinstance(plain, PlainSegment) or issubclass(PlainSegment, codec.segment_type()):
+        return segment
+    newest = int(plain.layout.columns(plain.keys.device).max())
+    stored = codec.encode_aged(plain.layout, plain.keys, plain.values, first, newest=newest, seen=seen)
+    checked_segment(codec, stored, codec.segment_type(), plain.layout)
+    return replace(segment, layout=stored.layout, inner=stored) if isinstance(segment, Weighted) else stored
 
 
 def _oldest(state: LayerState, begin: int, count: int, real: Tensor | None, multiple: int) -> PlainSegment | None:

@@ -116,7 +116,7 @@ class SteadyLayer:
         if left is not None and left <= _FEWEST:
             return None
         if reading.carried:
-            first = _carried(state, parts[0]) if not state.codec(engine.plan).ages else None
+            first = _carried(state, parts[0])
             if first is None:
                 return None
             parts[0] = first

@@ -75,6 +75,19 @@ class Segment(ABC):
             layout: the new layout, m' lanes of s' slots.
         """
 
+    def regather_with(self, others: Sequence[Segment], lane: Tensor, slot: Tensor, layout: Layout) -> Segment | None:
+        """A segment of some tokens of this one and of `others`, moved as by `regather`.
+
+        None where they cannot be stored in one: they are of another encoding, or have tables that only one can have.
+
+        Args:
+            others: segments of the same rows and heads.
+            lane: (m', s') int64 lane from which each new slot is filled, where the lanes of this segment and of the
+                others are counted one segment behind the other.
+            slot, layout: see `regather`.
+        """
+        return None
+
     def check(self, dtype: torch.dtype) -> None:  # noqa: B027
         """Raise where its own tensors, which may come from a file, are not those of its layout and the cache's dtype.
 

@@ -51,6 +51,7 @@ class LayerForecast:
         rows, heads: b and h.
         token_bytes: bytes of a key and a value of one kv head in full precision.
         weighted: the plan's merger gives kept tokens weights.
+        waiting: tokens of a head that an eviction encodes at once while it decodes (`waiting_tokens`); 0: all of them.
         whole: what is assumed where only the text tells whether all heads happen to keep the same number: they do
             not, or they do and that is the least or the most of what may stay.
         tail, capacity: tokens of the tail, and slots of its buffer, of each row and kv head.
@@ -73,6 +74,7 @@ class LayerForecast:
     heads: int
     token_bytes: int
     weighted: bool
+    waiting: int = 0
     whole: Whole = "no"
     tail: int = 0
     capacity: int = 0
@@ -271,6 +273,10 @@ class LayerForecast:
         tables = max(0.0, self.coded[0] - self.coded[1] * max(0.0, own_low - 12))
         most = min(slots * max(alone, plain_high + 4), slots * own_high + tables + fresh * (plain_high + 4))
         low = int(old.low * min(own_low, plain_low))
+        # What waits to be encoded is in full precision, in pages of its own.
+        waiting = owners * (self.waiting - 1 + page) if self.waiting and fresh else 0
+        most += waiting * (self.token_bytes + 4)
+        slots += waiting
         self._hold(Bounds(low, max(low, int(most) + 12 * lanes)), Bounds(old.low, slots), old)
         self.parts = parts
         self.coded = self.coded[0] + int(fresh * plain_high), self.coded[1]

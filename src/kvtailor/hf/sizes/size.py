@@ -13,6 +13,7 @@ from torch import Tensor
 from kvtailor.calibration_file import calibrated
 from kvtailor.encode.composed.by_age import ByAge
 from kvtailor.encode.contract import Codec, CodecContext
+from kvtailor.engine.budget import waiting_tokens
 from kvtailor.errors import ArgumentError, PlanError
 from kvtailor.hf.layers.of_cache import plan_misfits
 from kvtailor.hf.sizes.ages import BytesByAge
@@ -347,6 +348,7 @@ def _layer(
         heads=segments.heads,
         token_bytes=token_bytes,
         weighted=plan.merge.weighted,
+        waiting=waiting_tokens(plan, codec),
         whole=whole,
     )
 

@@ -11,7 +11,16 @@ from kvtailor.ops import huge_pages
 from kvtailor.types import Held, Layout, PlainSegment
 from kvtailor.types.late_checks import sent
 
-__all__ = ["Cut", "cut_lanes", "gather_held", "page_size", "places_of_slots", "slots_of_part", "tokens_of_part"]
+__all__ = [
+    "Cut",
+    "cut_lanes",
+    "cut_of_part",
+    "gather_held",
+    "page_size",
+    "places_of_slots",
+    "slots_of_part",
+    "tokens_of_part",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +99,21 @@ def cut_lanes(keep: Tensor, multiple: int = 1, counts: Tensor | None = None) -> 
     lengths = (each[owner] - first * page).clamp(max=page)
     index = order[owner[:, None], torch.minimum(slot, each[owner][:, None] - 1)]
     return Cut(index=index, owner=owner, lengths=lengths.to(torch.int32), owners=owner, counts=on_host)
+
+
+def cut_of_part(layout: Layout, slots: Tensor) -> Cut:
+    """The lanes of a part of which every token is kept, where they lie.
+
+    Args:
+        layout: of the part.
+        slots: (m, s) int64, see `slots_of_part`.
+    """
+    index, lengths = slots, layout.lengths
+    if lengths is not None:
+        last = lengths.to(slots.device, torch.int64)[:, None] - 1
+        index = torch.minimum(slots, slots[:, :1] + last.clamp(min=0))
+    owners, counts = layout.owners(slots.device), layout.counts().flatten()
+    return Cut(index=index, owner=layout.owner, lengths=lengths, owners=owners, counts=counts)
 
 
 def slots_of_part(layout: Layout, before: Tensor) -> Tensor:

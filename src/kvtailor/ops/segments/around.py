@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -22,8 +22,10 @@ class AroundSegment(Segment):
     Attributes:
         layout: the inner segment's.
         inner: what is stored.
+        of_slots: names of the fields that have a part for each lane, or each slot.
     """
 
+    of_slots: ClassVar[tuple[str, ...]] = ()
     layout: Layout
     inner: Segment
 
@@ -88,6 +90,14 @@ class AroundSegment(Segment):
     def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> Self:
         return self._around(self.inner.regather(lane, slot, layout))
 
+    def regather_with(self, others: Sequence[Segment], lane: Tensor, slot: Tensor, layout: Layout) -> Self | None:
+        """See `Segment.regather_with`."""
+        parts = [each for each in others if isinstance(each, type(self)) and self._changes_like(each)]
+        if len(parts) < len(others):
+            return None
+        inner = self.inner.regather_with([each.inner for each in parts], lane, slot, layout)
+        return None if inner is None else self._moved_with(parts, lane, slot, inner)
+
     def tensors(self) -> dict[str, Tensor]:
         return self.inner.tensors()
 
@@ -99,6 +109,19 @@ class AroundSegment(Segment):
 
     def _around(self, inner: Segment) -> Self:
         return replace(self, layout=inner.layout, inner=inner)
+
+    def _changes_like(self, other: Self) -> bool:
+        """Whether another segment's states were changed as these, so that the two can be one around one."""
+        alone = {"layout", "inner", *self.of_slots}
+        for name in (field.name for field in fields(self) if field.name not in alone):
+            mine, its = getattr(self, name), getattr(other, name)
+            if mine is not its and (isinstance(mine, Tensor) or mine != its):
+                return False
+        return True
+
+    def _moved_with(self, others: Sequence[Self], lane: Tensor, slot: Tensor, inner: Segment) -> Self:
+        """The same around a segment of tokens of this one and of `others`; see `Segment.regather_with`."""
+        return self._around(inner)
 
     def _of_lanes(self, lanes: Tensor, inner: Segment) -> Self:
         """The same around another inner segment, which has these lanes (m',) of this one's."""

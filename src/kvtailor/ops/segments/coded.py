@@ -17,7 +17,7 @@ from torch import Tensor
 from kvtailor.ops import huge_pages
 from kvtailor.types import Coordinates, Layout, Segment
 
-__all__ = ["Coded", "PairSegment", "TimeGrouped", "Whole", "alone", "under"]
+__all__ = ["Coded", "PairSegment", "TimeGrouped", "Whole", "alone", "places_in_all", "under"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,15 @@ class Coded(ABC):
         at = lane, slot
         return replace(self, **{name: huge_pages.picked(tensor, at) for name, tensor in self._of_tokens().items()})
 
+    def regather_with(self, others: Sequence[Coded], at: Tensor) -> Self | None:
+        """The tokens at these places, (m', s') int64, of this side and of `others`, moved but not encoded again.
+
+        None where they cannot be stored in one. Places count slots lane by lane, one side behind the other.
+        """
+        if self.tensors().keys() - {*self.of_tokens} or not all(map(self._stores_like, others)):
+            return None
+        return replace(self, **self._of_all(others, at))
+
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that this side keeps alive, by name."""
         return {name: value for name, value in self._named().items() if isinstance(value, Tensor)}
@@ -83,6 +92,20 @@ class Coded(ABC):
     def _of_tokens(self) -> dict[str, Any]:
         named = {name: getattr(self, name) for name in self.of_tokens}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def _stores_like(self, other: Coded) -> bool:
+        """Whether another side's codes mean what they mean here."""
+        alike = type(other) is type(self) and other.numbers() == self.numbers()
+        return alike and other._of_tokens().keys() == self._of_tokens().keys()
+
+    def _of_all(self, others: Sequence[Coded], at: Tensor) -> dict[str, Any]:
+        """What each token has of its own, of the tokens at these places of this side and of `others`."""
+        flat = {
+            name: torch.cat([getattr(each, name).flatten(0, 1) for each in (self, *others)])[None]
+            for name in self._of_tokens()
+        }
+        whole = at.new_zeros(1, 1)
+        return {name: huge_pages.picked(tensor, (whole, at)) for name, tensor in flat.items()}
 
     def _named(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -121,16 +144,28 @@ class TimeGrouped(Coded):
     def rows(self, lanes: Tensor) -> Self:
         picked = super().rows(lanes)
         if self.row is not None:
-            return replace(picked, **self._used(self.row[lanes]))
+            return replace(picked, **_used(self.row[lanes], self._tables()))
         return replace(picked, **{name: getattr(self, name)[lanes] for name in self.shared})
 
     def regather(self, lane: Tensor, slot: Tensor) -> Self:
-        if self.row is not None:
-            row = self.row[lane, slot]
-        else:
-            groups = getattr(self, self.shared[0]).shape[1]
-            row = lane * groups + torch.div(slot, self.group, rounding_mode="floor")
-        return replace(super().regather(lane, slot), **self._used(row))
+        row = self._rows_at(lane, slot)
+        return replace(super().regather(lane, slot), **_used(row, self._tables()))
+
+    def regather_with(self, others: Sequence[Coded], at: Tensor) -> Self | None:
+        """See `Coded.regather_with`."""
+        of_tokens = {*self.of_tokens, *self.shared, "row"}
+        if self.tensors().keys() - of_tokens or not all(map(self._stores_like, others)):
+            return None
+        parts: list[Self] = [self, *others]  # type: ignore[list-item]
+        tables = [part._tables() for part in parts]
+        before, rows = 0, []
+        for part, own in zip(parts, tables, strict=True):
+            lanes, slots = getattr(part, self.of_tokens[0]).shape[:2]
+            lane, slot = torch.arange(lanes, device=at.device)[:, None], torch.arange(slots, device=at.device)
+            rows.append((part._rows_at(*torch.broadcast_tensors(lane, slot)) + before).flatten())
+            before += next(iter(own.values())).shape[0]
+        joined = {name: torch.cat([each[name] for each in tables]) for name in self.shared}
+        return replace(self, **self._of_all(others, at), **_used(torch.cat(rows)[at], joined))
 
     def per_token(self, name: str) -> Tensor:
         """What each token uses of a table, (m, s or more, ...): slots past the last are to be cut off."""
@@ -147,12 +182,17 @@ class TimeGrouped(Coded):
         """Bytes of `row`."""
         return 0 if self.row is None else 4 * lanes * slots
 
-    def _used(self, row: Tensor) -> dict[str, Any]:
-        """The rows of the tables that tokens of these rows use, and for each token its row among them."""
-        used, place = torch.unique(row, return_inverse=True)
-        used, start = used.to(torch.int64), 0 if self.row is not None else 1
-        tables = {name: getattr(self, name).flatten(0, start)[used] for name in self.shared}
-        return {**tables, "row": place.view_as(row).to(torch.int32)}
+    def _tables(self) -> dict[str, Tensor]:
+        """The tables as (rows, ...), by name."""
+        start = 0 if self.row is not None else 1
+        return {name: getattr(self, name).flatten(0, start) for name in self.shared}
+
+    def _rows_at(self, lane: Tensor, slot: Tensor) -> Tensor:
+        """The row of `_tables` that each token uses, of tokens at these lanes and slots, (m', s') int64 each."""
+        if self.row is not None:
+            return self.row[lane, slot]
+        table: Tensor = getattr(self, self.shared[0])
+        return lane * table.shape[1] + torch.div(slot, self.group, rounding_mode="floor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +221,16 @@ class PairSegment(Segment):
     def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> Self:
         keys, values = self.keys.regather(lane, slot), self.values.regather(lane, slot)
         return replace(self, layout=layout, keys=keys, values=values)
+
+    def regather_with(self, others: Sequence[Segment], lane: Tensor, slot: Tensor, layout: Layout) -> Self | None:
+        """See `Segment.regather_with`."""
+        pairs = [each for each in others if isinstance(each, PairSegment) and type(each) is type(self)]
+        if len(pairs) < len(others):
+            return None
+        at = places_in_all([self.layout, *(each.layout for each in others)], lane, slot)
+        keys = self.keys.regather_with([each.keys for each in pairs], at)
+        values = None if keys is None else self.values.regather_with([each.values for each in pairs], at)
+        return None if keys is None or values is None else replace(self, layout=layout, keys=keys, values=values)
 
     def tensors(self) -> dict[str, Tensor]:
         return {**self.state()[1], **self.layout.tensors()}
@@ -222,6 +272,23 @@ class PairSegment(Segment):
             given: dict[str, Any] = {**under(f"{name}.", fields), **under(f"{name}.", tensors)}
             sides[name] = known[str(fields[name])](**given)
         return cls(layout=layout, **sides)
+
+
+def places_in_all(layouts: Sequence[Layout], lane: Tensor, slot: Tensor) -> Tensor:
+    """Where slots lie among all of these layouts, lane by lane, one layout behind the other; see `regather_with`."""
+    sizes = [layout.size for layout in layouts]
+    if len({*sizes}) == 1:
+        return lane * sizes[0] + slot
+    # (lanes of all,) the slots in front of each lane.
+    widths = torch.repeat_interleave(torch.tensor(sizes), torch.tensor([layout.lanes for layout in layouts]))
+    return (widths.cumsum(0) - widths).to(lane.device)[lane] + slot
+
+
+def _used(row: Tensor, tables: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The rows of the tables that tokens of these rows use, and for each token its row among them."""
+    used, place = torch.unique(row, return_inverse=True)
+    used = used.to(torch.int64)
+    return {**{name: table[used] for name, table in tables.items()}, "row": place.view_as(row).to(torch.int32)}
 
 
 def under(prefix: str, named: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +24,14 @@ class PositionedSegment(AroundSegment):
     """
 
     first: Tensor | None = None
+    of_slots: ClassVar[tuple[str, ...]] = ("first",)
+
+    def _changes_like(self, other: Self) -> bool:
+        return (self.first is None) == (other.first is None) and super()._changes_like(other)
+
+    def _moved_with(self, others: Sequence[Self], lane: Tensor, slot: Tensor, inner: Segment) -> Self:
+        found = [each.first for each in (self, *others) if each.first is not None]
+        return replace(self._around(inner), first=torch.cat(found)[lane[:, 0]] if found else None)
 
     def _of_lanes(self, lanes: Tensor, inner: Segment) -> Self:
         first = None if self.first is None else self.first[lanes.to(self.first.device)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from kvtailor.ops.segments.around import AroundSegment
+from kvtailor.ops.segments.coded import places_in_all
 from kvtailor.types import Layout, Segment, SegmentView
 
 __all__ = ["Weighted", "log_weight_of", "without_weight"]
@@ -25,6 +26,7 @@ class Weighted(AroundSegment):
 
     log_weight: Tensor
     codec = "weighted"
+    of_slots: ClassVar[tuple[str, ...]] = ("log_weight",)
 
     def view(self) -> SegmentView:
         return replace(self.inner.view(), log_weight=self.log_weight)
@@ -49,6 +51,11 @@ class Weighted(AroundSegment):
     def _stacked(self, parts: Sequence[Self], order: Tensor, inner: Segment) -> Self:
         weights = torch.cat([each.log_weight for each in parts])
         return self._weighing(inner, weights[order.to(weights.device)])
+
+    def _moved_with(self, others: Sequence[Self], lane: Tensor, slot: Tensor, inner: Segment) -> Self:
+        parts = [self, *others]
+        at = places_in_all([each.layout for each in parts], lane, slot)
+        return self._weighing(inner, torch.cat([each.log_weight.flatten() for each in parts])[at])
 
     def _weighing(self, inner: Segment, log_weight: Tensor) -> Self:
         return replace(self, layout=inner.layout, inner=inner, log_weight=log_weight)
