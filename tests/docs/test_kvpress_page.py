@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,20 @@ def test_the_names_of_the_last_section_exist() -> None:
     for word in re.findall(r"`(critical\([^`]*\))`", rest):
         if "..." not in word:
             Plan.parse(f"{word} @ keep=0.5")
+
+
+def test_the_measured_table_is_that_of_the_record() -> None:
+    """Until somebody has measured, the page says so; from then on it has the numbers of the record and no others."""
+    script = runpy.run_path(str(PAGE.parents[1] / "benchmarks" / "beside_kvpress.py"))
+    shown = TEXT.split(script["BEGIN"])[1].split(script["END"])[0].strip()
+    if not script["RECORD"].exists():
+        assert shown == "Not measured yet."
+        return
+    assert shown == script["table"](json.loads(script["RECORD"].read_text(encoding="utf-8")))
+
+
+def test_every_pair_of_the_script_is_a_plan() -> None:
+    script = runpy.run_path(str(PAGE.parents[1] / "benchmarks" / "beside_kvpress.py"))
+    for pair in script["PAIRS"]:
+        assert Plan.parse(f"{pair.plan} @ keep=0.25, slack=never").evicts
+        assert set(re.findall(r"[A-Za-z]+Press", pair.press)) <= set(PRESSES)
