@@ -1,3 +1,4 @@
+import gzip
 import json
 import re
 from dataclasses import fields, replace
@@ -5,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtailor.bench.schema import Record, RecordError, read_records
+from kvtailor.bench.schema import Record, RecordError, damaged_ends, read_records
 from kvtailor.plan import Plan
 
 RECORD = Record(
@@ -67,6 +68,18 @@ def test_a_folder_is_read_and_an_unfinished_line_is_not(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(RecordError, match="found none"):
         read_records(tmp_path / "empty")
+
+
+def test_packed_records_are_read_like_others_and_damage_is_told(tmp_path):
+    """Published records are packed: docs/records."""
+    packed = gzip.compress((RECORD.to_line() + "\n").encode())
+    (tmp_path / "records-a.jsonl.gz").write_bytes(packed)
+    (tmp_path / "records-b.jsonl").write_text(replace(RECORD, run="b").to_line() + "\n")
+    assert read_records(tmp_path) == [RECORD, replace(RECORD, run="b")] and damaged_ends(tmp_path) == []
+    for damaged in (packed[:-9], packed[:20] + b"xx" + packed[22:], b"no gzip"):
+        (tmp_path / "records-a.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(RecordError, match="records-a.jsonl.gz, which cannot be unpacked"):
+            read_records(tmp_path)
 
 
 def test_the_key_names_what_was_measured_and_not_what_came_out():

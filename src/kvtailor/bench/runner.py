@@ -122,14 +122,14 @@ def finished(
     Raises:
         RecordError: a file in the folder holds something else.
     """
-    if out is None or not any(out.glob("*.jsonl")):
+    if out is None:
         return {}
     now = [machine.describe(bandwidth=False, device=device)] if machines is None else machines
     clean = [each for each in now if not str(each["commit"]).endswith("-dirty")]
     try:
         records = sorted(leave_out(read_records(out), without), key=lambda record: record.started)
     except NoRecords:
-        # A run that was killed before its first record was whole: there is nothing that could stand for anything.
+        # A new folder, or a run that was killed before its first record was whole.
         return {}
     return {
         record.key: record

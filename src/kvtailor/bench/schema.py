@@ -6,10 +6,12 @@ Records are the only thing that a report reads: whatever a table or a plot shows
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import sys
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
@@ -19,7 +21,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from kvtailor.bench.record_sums import check_sums
 from kvtailor.errors import ArgumentError, KvtailorError, UnknownName
-from kvtailor.ops.files import read_bytes, read_text, seal_json, unseal_json
+from kvtailor.ops.files import read_bytes, seal_json, unseal_json
 from kvtailor.presets import FULL
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
 # Fields that records of before have under another name.
 _NOW_CALLED = {"bytes_by_room": "bytes_by_stage"}
 SCHEMA = 1
+_PACKED = ".gz"
 TOLD_BY = ("text", "label", "plan", "task", "model", "run", "key", "text_hash", "model_hash", "dtype", "device")
 """The fields of records by which `leave_out` tells them."""
 _LARGEST = 2**63
@@ -269,7 +272,7 @@ class Record:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a JSONL file, or of all `*.jsonl` files of a folder in the order of their names.
+    """The records of a JSONL file, or of all `*.jsonl` and `*.jsonl.gz` files of a folder in the order of their names.
 
     A last line that a killed process left unfinished (no line break at its end) is not a record and is passed over:
     `damaged_ends` names such files. Each line is held to its checksum; of lines without one a warning tells how many.
@@ -351,13 +354,31 @@ def leave_out(records: Iterable[Record], asked: Sequence[str]) -> list[Record]:
 
 
 def _files(path: Path) -> list[Path]:
-    return sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    return sorted([*path.glob("*.jsonl"), *path.glob(f"*.jsonl{_PACKED}")]) if path.is_dir() else [path]
+
+
+def _bytes_of(file: Path) -> bytes:
+    """What a file of records holds, unpacked where its name says that it is packed.
+
+    Raises:
+        RecordError: it is packed and damaged.
+        OSError: as `read_bytes`.
+    """
+    found = read_bytes(file)
+    if file.suffix != _PACKED:
+        return found
+    try:
+        return gzip.decompress(found)
+    except (OSError, EOFError, zlib.error) as error:
+        raise RecordError(f"asked for the records in {file}, which cannot be unpacked: {error}") from error
 
 
 def _lines(file: Path) -> list[str]:
     """All lines that end."""
     try:
-        text = read_text(file)
+        text = _bytes_of(file).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecordError(f"asked for the records in {file}, which is no text in UTF-8: {error}") from error
     except OSError as error:
         raise RecordError(f"asked for the records in {file}, which cannot be read: {error}") from error
     # Not splitlines(): a name in a record may hold other line separators of Unicode.
@@ -369,7 +390,7 @@ def _is_sealed(line: str) -> bool:
 
 
 def _is_cut(file: Path) -> bool:
-    text = read_bytes(file)
+    text = _bytes_of(file)
     return bool(text[text.rfind(b"\n") + 1 :].strip())
 
 
