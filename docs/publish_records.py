@@ -1,0 +1,54 @@
+"""Packs the records of a bench into a folder that is committed, so that anyone can make its tables again.
+
+    python docs/publish_records.py FOLDER NAME HUB_NAME
+
+Writes `docs/records/NAME`: of records with the same key only the latest, one file packed with gzip, and the suites as
+they were run. A model stands there under the name that the hub has for it, in place of a folder of the machine that
+measured. Nothing else is changed. `kvtailor report docs/records/NAME` reads it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from kvtailor.bench.checks import check_records
+from kvtailor.bench.schema import latest, read_records
+
+RECORDS = Path(__file__).parent / "records"
+
+
+def publish(folder: Path, name: str, hub_name: str, into: Path = RECORDS) -> Path:
+    """Pack the records of a folder and return where they lie.
+
+    Args:
+        folder: of one model's records.
+        name: of the folder that is made.
+        hub_name: of the model.
+        into: where it is made.
+
+    Raises:
+        ValueError: the records are of several models, or of none.
+        RecordError: a line is no record, or damaged.
+    """
+    records = latest(read_records(folder))
+    check_records(records)
+    models = {record.model for record in records}
+    if len(models) != 1:
+        raise ValueError(f"asked for the records of one model, found {len(models)}: {', '.join(sorted(models))}")
+    lines = "".join(replace(record, model=hub_name).to_line() + "\n" for record in records)
+    where = into / name
+    where.mkdir(parents=True, exist_ok=True)
+    # Neither a time nor a name in the packed file: the same records give the same bytes.
+    (where / "records.jsonl.gz").write_bytes(gzip.compress(lines.encode("utf-8"), 9, mtime=0))
+    if (folder / "suites").is_dir():
+        shutil.copytree(folder / "suites", where / "suites", dirs_exist_ok=True)
+    return where
+
+
+if __name__ == "__main__":
+    _where = publish(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    print(f"{_where}: {sum(each.stat().st_size for each in _where.rglob('*') if each.is_file()) // 1024} KiB")
