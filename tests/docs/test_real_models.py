@@ -1,0 +1,66 @@
+"""Numbers of real models in README and docs/measured.md are those of the records in docs/records."""
+
+from __future__ import annotations
+
+import gzip
+import runpy
+import shutil
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+from tests.docs.test_site import REPOSITORY
+
+from kvtailor.bench.schema import read_records
+from kvtailor.cli import main
+
+SCRIPT = runpy.run_path(str(REPOSITORY / "docs" / "write_real_models.py"))
+PUBLISH = runpy.run_path(str(REPOSITORY / "docs" / "publish_records.py"))["publish"]
+RECORDS = REPOSITORY / "docs" / "records"
+FOLDERS = sorted(each.name for each in RECORDS.iterdir() if each.is_dir())
+
+
+@pytest.mark.parametrize("page", SCRIPT["PAGES"], ids=lambda page: page.name)
+def test_the_pages_are_what_the_records_say(page):
+    text = page.read_text(encoding="utf-8")
+    assert "<!-- real models: " in text
+    assert SCRIPT["written"](text, SCRIPT["read"](), SCRIPT["read_rankings"]()) == text
+
+
+def test_another_number_in_a_record_is_another_page():
+    models = SCRIPT["read"]()
+    page = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    name, plan = next(iter(models)), next(iter(SCRIPT["START"].values()))
+    row = models[name][plan]
+    models[name][plan] = replace(row, loss=replace(row.loss, value=row.loss.value + 0.002))
+    assert SCRIPT["written"](page, models, {}) != page
+
+
+def test_every_plan_to_start_from_was_measured_on_every_model():
+    for name, rows in SCRIPT["read"]().items():
+        for plan in SCRIPT["START"].values():
+            assert rows[plan].loss is not None and rows[plan].loss.high is not None, f"{plan} on {name}"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_anyone_makes_the_tables_again(folder, tmp_path):
+    assert sum(each.stat().st_size for each in (RECORDS / folder).rglob("*") if each.is_file()) < 2**20
+    shutil.copytree(RECORDS / folder, tmp_path / folder)
+    done = CliRunner().invoke(main, ["report", str(tmp_path / folder)])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / folder / "report.html").is_file()
+
+
+def test_what_is_published_is_what_was_measured(tmp_path):
+    """The name of the model aside; and the same records give the same bytes."""
+    folder = RECORDS / FOLDERS[0]
+    [where, again] = [PUBLISH(folder, name, "hub/name", tmp_path) for name in ("one", "two")]
+    records = read_records(folder)
+    assert read_records(where) == [replace(record, model="hub/name") for record in records]
+    packed = (where / "records.jsonl.gz").read_bytes()
+    assert packed == (again / "records.jsonl.gz").read_bytes() and gzip.decompress(packed)
+    (tmp_path / "mixed").mkdir()
+    lines = [record.to_line() for record in (records[0], replace(records[0], model="another"))]
+    (tmp_path / "mixed" / "records.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="records of one model, found 2"):
+        PUBLISH(tmp_path / "mixed", "three", "hub/name", tmp_path)
