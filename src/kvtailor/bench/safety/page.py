@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from kvtailor.bench.build import Text
+from kvtailor.ops.files import read_text
 
 __all__ = ["BETWEEN", "PAGE", "page", "parted"]
 
@@ -25,7 +26,7 @@ _FIRST = 3 / 8
 
 def page() -> str:
     """Return the page, its passages with two empty lines between."""
-    return (Path(__file__).parent / "page.txt").read_text(encoding="utf-8")
+    return read_text(Path(__file__).parent / "page.txt")
 
 
 def parted(text: str, source: str) -> tuple[Text, Text]:
