@@ -10,13 +10,13 @@ measured. Nothing else is changed. `kvtailor report docs/records/NAME` reads it.
 from __future__ import annotations
 
 import gzip
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from kvtailor.bench.checks import check_records
 from kvtailor.bench.schema import latest, read_records
+from kvtailor.ops.files import read_toml, seal_toml
 
 RECORDS = Path(__file__).parent / "records"
 
@@ -44,8 +44,11 @@ def publish(folder: Path, name: str, hub_name: str, into: Path = RECORDS) -> Pat
     where.mkdir(parents=True, exist_ok=True)
     # Neither a time nor a name in the packed file: the same records give the same bytes.
     (where / "records.jsonl.gz").write_bytes(gzip.compress(lines.encode("utf-8"), 9, mtime=0))
-    if (folder / "suites").is_dir():
-        shutil.copytree(folder / "suites", where / "suites", dirs_exist_ok=True)
+    [model] = models
+    for suite in sorted(folder.glob("suites/*.toml")):
+        (where / "suites").mkdir(exist_ok=True)
+        named = read_toml(suite).replace(f'"{model}"', f'"{hub_name}"')
+        (where / "suites" / suite.name).write_text(seal_toml(named), encoding="utf-8")
     return where
 
 

@@ -60,7 +60,7 @@ def test_prompts_go_by_the_first_and_decoded_tokens_by_the_second(chunk: int | N
 def test_a_context_that_was_repeated_is_cut_by_another_score_while_decoding() -> None:
     plan = "switched(prompt=kvzip, decoding=position(sinks=0)) @ tokens=16, slack=3"
     prompt, after = (columns_after(plan, count) for count in (0, 4))
-    for layer, columns in columns_after("kvzip @ tokens=16", 0).items():
+    for layer, columns in columns_after("kvzip + uniform @ tokens=16", 0).items():
         assert torch.equal(prompt[layer], columns)
     assert all(bool(columns[..., -4:].all()) and int(columns.sum(-1).max()) == 16 for columns in after.values())
 
