@@ -71,6 +71,10 @@ class Shuffled(InProcess):
         self.resources: list[Resources] = []
 
     @property
+    def plans_begun(self) -> int:
+        return sum(len(cell.contestants) for cell in self.begun)
+
+    @property
     def pending(self) -> int:
         return len(self._calls)
 
@@ -134,9 +138,9 @@ def test_records_are_those_of_a_run_alone(state: int) -> None:
 
 @pytest.mark.parametrize("state", range(6))
 def test_workers_that_die_lose_and_double_nothing(state: int, tmp_path: Any) -> None:
-    alone, executor = go(), Shuffled(state, deaths=0.2)
+    alone, executor = go(), Shuffled(state, deaths=0.5)
     found = go(executor=executor, out=tmp_path)
-    assert len(executor.begun) > len(alone), "no worker died: this test shows nothing"
+    assert executor.plans_begun > len(alone), "no worker died: this test shows nothing"
     written = read_records(tmp_path)
     assert sorted(r.key for r in written) == sorted(r.key for r in alone)
     for one, other in zip(results(found), results(alone), strict=True):
@@ -150,7 +154,7 @@ def test_workers_that_die_lose_and_double_nothing(state: int, tmp_path: Any) -> 
     # A second run, on which nobody dies, measures those alone that have no numbers.
     again = Shuffled(state)
     assert results(go(executor=again, out=tmp_path)) == results(alone)
-    assert len(again.begun) == sum(record.error is not None for record in found)
+    assert again.plans_begun == sum(record.error is not None for record in found)
 
 
 _RESULTS = [
@@ -205,6 +209,25 @@ def test_a_cell_that_fails_twice_has_the_reason_and_condemns_no_other_one() -> N
         ("one", 1): "It failed 2 times: RuntimeError: CUDA error: an illegal memory access."
     }  # fmt: skip
     assert len(found) == 12
+
+
+def test_a_cell_has_a_few_plans_of_one_sample_and_a_death_parts_them() -> None:
+    """What a worker has prefilled serves all of them; one that kills it is the only one without numbers."""
+    plans = [FULL, *(contestant(f"plan {number}") for number in range(5))]
+    caches = {plan.label: DummyCache(keep=20 + number) for number, plan in enumerate(plans[1:])}
+
+    def made() -> Subject:
+        return replace(subject(CountingModel(), **caches), elsewhere=made)
+
+    for crashes in ((), (("plan 1", 2),)):
+        executor = Shuffled(0)
+        found = run(made(), plans, [Numbered(crashes=crashes)], bandwidth=False, executor=executor)
+        assert [(r.label, r.point["index"]) for r in found if r.error] == [*crashes]
+        sizes = [len(cell.contestants) for cell in executor.begun]
+        assert sorted(sizes) == sorted([4, 2] * 4 + [1] * 4 * len(crashes))
+        assert {(r.label, r.point["index"]) for r in found} == {(p.label, n) for p in plans for n in range(4)}
+        remote_cell._MODELS.clear()
+        remote_cell._JOBS.clear()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +326,7 @@ def test_records_of_a_machine_that_is_not_there_are_measured_again(
     monkeypatch.setattr(machine, "describe", lambda **given: {**describe(**given), "processor": "another one"})
     remote_cell._machine.cache_clear()
     go([Numbered()], executor, out=tmp_path)
-    assert len(executor.begun) == 12
+    assert executor.plans_begun == 12
     remote_cell._machine.cache_clear()
 
 
@@ -313,7 +336,7 @@ def test_records_of_another_number_of_threads_are_measured_again(tmp_path: Any) 
     executor = Shuffled(0)
     more = CellResources(usual={"cpus": torch.get_num_threads() + 1.0})
     go([Numbered()], executor, out=tmp_path, resources=more)
-    assert len(executor.begun) == 12
+    assert executor.plans_begun == 12
 
 
 def test_another_model_or_other_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

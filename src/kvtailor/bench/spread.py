@@ -1,14 +1,15 @@
 """The cells of a run on an executor: which are asked for, in which order, and the records as they come back.
 
-A cell is one sample of a task for one plan. Where plans take turns, or are timed or weighed against each other, it is
-the sample for all plans, so that one machine has measured whatever is compared. The records are those of a run in one
-process (`bench.loop`) but for times and machines:
+A cell is one sample of a task for a few plans, whose worker prefills it once. Where plans take turns, or are timed or
+weighed against each other, it is the sample for all plans, so that one machine has measured whatever is compared. The
+records are those of a run in one process (`bench.loop`) but for times and machines:
 
 - a plan that failed on a sample is not measured on those that follow. Here those may be done already: they are given
   the same error, and the records of one plan come in the order of the samples;
 - a task that must know the null plan's values (`PlanByPlan.recall`) has the other plans wait for that record.
 
-What differs: a cell whose worker died twice has a record whose `error` says why, and the run goes on.
+What differs: a cell whose worker died twice is asked for again plan by plan, so that no plan is blamed for another one.
+A plan alone whose worker died twice has a record whose `error` says why, and the run goes on.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from kvtailor.errors import KvtailorError
 
 __all__ = ["SpreadJob", "machines_of", "spread"]
 
+# Plans of a cell at most. Each cell more is a prefill more, and each plan more a worker less that could share the work.
+_TOGETHER = 4
 # Of an accelerator, for a call that only reads its name.
 _GLANCE = 0.01
 
@@ -244,6 +247,10 @@ class _Spread:
                 blanks={each.hash: blanks[each.hash] for each in contestants}, recalled=recalled if recalls else {},
             )  # fmt: skip
 
+        def apart(contestants: Sequence[Contestant]) -> list[_Cell]:
+            found = [contestants[at : at + _TOGETHER] for at in range(0, len(contestants), _TOGETHER)]
+            return [cell(each) for each in found]
+
         recalls = _recalls(job.task)
         if not missing:
             return
@@ -252,16 +259,15 @@ class _Spread:
             return
         full = next((each for each in missing if each.is_full), None)
         if recalls and full is not None and len(missing) > 1:
-            self._after[id(job), index] = [cell([each]) for each in missing if each is not full]
+            self._after[id(job), index] = apart([each for each in missing if each is not full])
             yield cell([full])
             return
+        failed = {each.hash: why for each in missing if (why := self._line(job, each).failed) is not None}
         for each in missing:
-            failed = self._line(job, each).failed
-            if failed is not None:
-                record = replace(blanks[each.hash], error=failed)
+            if each.hash in failed:
+                record = replace(blanks[each.hash], error=failed[each.hash])
                 self._tell(cell([each]), each, record, of_plan=True, where=None)
-            else:
-                yield cell([each])
+        yield from apart([each for each in missing if each.hash not in failed])
 
     def _submit(self, cell: _Cell) -> None:
         job = cell.job
@@ -291,6 +297,9 @@ class _Spread:
         answer: CellAnswer | None = outcome.value
         if answer is not None:
             _raise_of(answer, outcome.machine)
+        if answer is None and outcome.attempts and isinstance(job.task, PlanByPlan) and len(cell.contestants) > 1:
+            self._ready += [replace(cell, contestants=[each]) for each in cell.contestants]
+            return
         if answer is None:
             for each in cell.contestants:
                 record = replace(cell.blanks[each.hash], error=outcome.failure)
