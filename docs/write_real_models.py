@@ -25,11 +25,11 @@ MODELS = {"SmolLM2-135M": "smollm2-135m", "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0
 """The folder of records in docs/records of each model."""
 START = {
     "half, nothing to notice": "kivi(key_bits=8, value_bits=4, recent=32)",
-    "a quarter": "turboquant4",
-    "a fifth": "turboquant3",
+    "a third, slower tokens": "kvquant4",
     "a quarter, slower tokens": "kvquant3",
-    "a quarter of the tokens, faster new ones": "snapkv(kernel=21) + adakv @ keep=0.25",
-    "a quarter of the tokens, questions that come later": "kvzip_pooled @ keep=0.25",
+    "a quarter, fast": "turboquant4",
+    "a fifth": "turboquant3",
+    "fewer tokens, so faster new ones": "snapkv(kernel=21) + adakv @ keep=0.25",
 }
 """What README recommends, by what a reader wants."""
 ALSO = (
