@@ -145,7 +145,8 @@ def calls(model: Any, stopped: Any, tokenizer: Any, folder: Path) -> dict[str, d
     """Right arguments of every function of the face, those that must be given and the others."""
     ids, short = torch.arange(3, 27)[None], "The code is 48213. " * 3
     of_plan = {"model": model, "plan": PLAN}
-    putting = {"separator": None, "answer_prefix": "", "system": None, "template": None, "chunk": None}
+    putting = {"separator": None, "answer_prefix": "", "system": None, "template": None}
+    putting |= {"chunk": None, "cache_dtype": None}
     work = {"model": stopped, "tokenizer": tokenizer}
     cells: dict[str, Any] = {"executor": None, "resources": None, "share": True}
     drawn = {"do_sample": True, "temperature": 1.0, "top_k": None, "top_p": 1.0, "generator": None}
@@ -162,7 +163,7 @@ def calls(model: Any, stopped: Any, tokenizer: Any, folder: Path) -> dict[str, d
             "question": "after",
             "max_new_tokens": 2,
         },
-        "cache_for": of_plan | {"graphs": False},
+        "cache_for": of_plan | {"graphs": False, "cache_dtype": None},
         "cache_size": of_plan | {"context": 100, "batch": 1, "new_tokens": 0, "dtype": None},
         "calibrate": work
         | {
@@ -227,6 +228,7 @@ def calls(model: Any, stopped: Any, tokenizer: Any, folder: Path) -> dict[str, d
             "attention_mask": None,
             "chunk": None,
             "graphs": False,
+            "cache_dtype": None,
         },
         "load_cache": {"model": model, "path": folder / "cache.safetensors", "graphs": False},
         "load_model": {"model": "demo", "dtype": None, "device": None},
@@ -239,9 +241,10 @@ def calls(model: Any, stopped: Any, tokenizer: Any, folder: Path) -> dict[str, d
             "hold": False,
             "tokenizer": None,
             "instruction": None,
+            "cache_dtype": None,
         },
         "read": of_plan | putting | {"tokenizer": tokenizer, "context": short, "hold": False},
-        "session": of_plan | {"tokenizer": None, "graphs": False},
+        "session": of_plan | {"tokenizer": None, "graphs": False, "cache_dtype": None},
     }
 
 

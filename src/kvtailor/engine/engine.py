@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvtailor.attend.contract import Attended, AttentionContext, AttentionRequest, IndexRequest
@@ -41,6 +42,8 @@ class Engine:
         plan: what to do.
         layers: how many layers of the model the plan compresses.
         other_bytes, sizes: see `Eviction`.
+        stored_dtype: of keys and values where they are held in less than the model's float32; queries that are kept as
+            evidence are in it as well. None: all are as the model makes them.
 
     Attributes:
         states: what each compressed layer remembers.
@@ -57,8 +60,10 @@ class Engine:
         layers: int,
         other_bytes: Callable[[int], int] = no_bytes,
         sizes: Sequence[tuple[int, int, int]] = (),
+        stored_dtype: torch.dtype | None = None,
     ):
         self.plan, self.needs, self.late = plan, plan.needs, LateChecks()
+        self.stored_dtype = stored_dtype
         self._groups = plan.encode.layer_groups(layers)
         self.offload, self._taken = plan.store.open(self._groups), dict[int, int]()
         self.states = [LayerState(index, layers, self.offload) for index in range(layers)]
@@ -303,6 +308,15 @@ class Engine:
         if not state.layer_group or state.completes:
             self.offload.rest()
 
+    def as_evidence(self, query: Tensor) -> Tensor:
+        """Return queries in the dtype in which they are kept."""
+        return query if self.stored_dtype is None else query.to(self.stored_dtype)
+
+    @property
+    def given_dtype(self) -> torch.dtype | None:
+        """Of what the model makes, where that is not how it is held."""
+        return None if self.stored_dtype is None else torch.float32
+
     @property
     def listens(self) -> bool:
         """Whether what new tokens attend to while decoding is evidence that a later eviction may need."""
@@ -374,8 +388,9 @@ class Engine:
         # What a decoded token would leave for no later eviction is not gathered at all.
         if self.needs.mass or deferred or not one or self._evicts_again or self._listens_to_queries:
             state.observed.evidence = observe(
-                self.needs, state.observed.evidence, query, visible.first_column, mass, real=visible.real,
-                rotation=state.model.rotation, others=[(each.query, each.visible.first_column) for each in others],
+                self.needs, state.observed.evidence, self.as_evidence(query), visible.first_column, mass,
+                real=visible.real, rotation=state.model.rotation,
+                others=[(self.as_evidence(each.query), each.visible.first_column) for each in others],
             )  # fmt: skip
         if not deferred:
             self._evict_and_encode(state, 1 if decoded else query.shape[2], visible)

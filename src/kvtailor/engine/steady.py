@@ -74,6 +74,7 @@ class SteadyLayer:
         self.notice(tail)
         self._segments = _weakly(state.stored.segments)
         self._asked, self._window = dispatch.asked_here(), engine.window_of_decoded
+        self._evidence_dtype = engine.stored_dtype
         self._phase, self._needs, self._carry = engine.phase, engine.needs, state.observed.carry
 
     def notice(self, tail: Tail) -> None:
@@ -124,14 +125,16 @@ class SteadyLayer:
             return None
         keys, values, positions = tail.buffers()
         used = library() if keys.device.type == "cpu" else None
-        if used is None or TokenStep.unsuited(parts, mass=engine.needs.mass, pages=reading.pages) is not None:
+        given = engine.given_dtype
+        mass, pages = engine.needs.mass, reading.pages
+        if used is None or TokenStep.unsuited(parts, mass=mass, pages=pages, given=given) is not None:
             state.unsteady = _weakly(segments)
             return None
         layouts = [own.layout for own in map(stored_sides, parts) if own is not None]
         sees = [rule_sees(each, visible, 0, 1, newest=each is layouts[-1], device=keys.device) for each in layouts]
         step = TokenStep(
             parts, sees, keys, values, positions, query_heads=query_heads, scaling=model.scaling,
-            softcap=model.softmax.softcap, mass=engine.needs.mass, using=used, pages=reading.pages,
+            softcap=model.softmax.softcap, mass=mass, using=used, pages=pages, given=given,
         )  # fmt: skip
         if not step.complete:
             state.unsteady = _weakly(segments)
@@ -182,7 +185,8 @@ class SteadyLayer:
         if received:
             evidence = replace(evidence, mass=received)
         if self._window:
-            evidence = windowed(self._window, evidence, query, self._seen)
+            seen = query if self._evidence_dtype is None else query.to(self._evidence_dtype)
+            evidence = windowed(self._window, evidence, seen, self._seen)
         state.observed.evidence = evidence
         stored = state.stored
         assert stored.tail is not None

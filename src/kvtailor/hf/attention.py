@@ -178,7 +178,7 @@ def attention(
         return steady, None
     # Autocast would take single products inside scorers and codecs to another dtype than what stands around them.
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        output = layer.attend(query.to(layer.dtype), attention_mask, factor, module).to(query.dtype)
+        output = layer.attend(query.to(layer.model_dtype), attention_mask, factor, module).to(query.dtype)
     return ungraded(output, query).transpose(1, 2).contiguous(), None
 
 

@@ -62,12 +62,20 @@ class KvCache(Cache):
     lease: Lease | None = None
     _conversation: Conversation
 
-    def __init__(self, plan: Plan, geometry: Geometry, config: Any, *, share: HeadShare = ALL_HEADS):
+    def __init__(
+        self,
+        plan: Plan,
+        geometry: Geometry,
+        config: Any,
+        *,
+        share: HeadShare = ALL_HEADS,
+        stored_dtype: torch.dtype | None = None,
+    ):
         misfits = plan_misfits(plan, geometry)
         if misfits:
             raise PlanError(str(plan), misfits)
         self.plan, self.geometry, self.share = plan, geometry, share
-        self.guard = CacheGuard(plan, geometry, config, share=share)
+        self.guard = CacheGuard(plan, geometry, config, share=share, stored_dtype=stored_dtype)
         # By name: the class of some models is between this one and `Cache`, and keeps layers in its own way.
         Cache.__init__(self, layers=layers_of(self.guard))
         self._first_keys = next(index for index, shape in enumerate(geometry.shapes) if shape.kv_heads)
@@ -177,18 +185,19 @@ class KvCache(Cache):
         """
         entries: list[Entry] = []
         states = iter(self.engine.states)
-        rows = element = in_states = 0
+        rows = element = own_element = in_states = 0
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CompressedLayer):
                 state = next(states)
                 entries += state.entries(index)
                 if state.stored.tail is not None and layer.is_initialized:
                     rows, element = state.rows, layer.dtype.itemsize
+                    own_element = own_element or layer.model_dtype.itemsize
             elif isinstance(layer, WindowLayer) and layer.is_initialized:
                 held = {"keys": layer.keys, "values": layer.values}
                 form = sum(t.numel() * t.element_size() for t in held.values())
                 entries.append(Entry(layer=index, stage="window", tensors=held, closed_form=form))
-                rows, element = layer.keys.shape[0], layer.keys.element_size()
+                rows, own_element = layer.keys.shape[0], layer.keys.element_size()
             if isinstance(layer, StatesMixin) and (named := layer.states()):
                 form = sum(tensor.numel() * tensor.element_size() for tensor in named.values())
                 entries.append(Entry(layer=index, stage="state", tensors=named, closed_form=form))
@@ -200,7 +209,7 @@ class KvCache(Cache):
         return Ledger.of(
             entries,
             layers=len(self.layers),
-            full=self.own_geometry.full_bytes(rows, self.seen, element) + in_states,
+            full=self.own_geometry.full_bytes(rows, self.seen, element, own_element) + in_states,
             seen=self.seen,
             held=float(counts.double().mean()) if counts.numel() else None,
         )

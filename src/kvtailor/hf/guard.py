@@ -11,8 +11,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from kvtailor.engine import rollback
@@ -54,6 +56,7 @@ class CacheGuard:
         geometry: of the model that the cache was made for.
         config: of the model.
         share: which of the model's kv heads this process holds.
+        stored_dtype: in which the compressed layers hold what a model in float32 makes; None: in the model's own dtype.
 
     Attributes:
         engine: the engine and the state of the compressed layers.
@@ -67,13 +70,24 @@ class CacheGuard:
         first_compressed: the first of them that the plan compresses; None: none is.
     """
 
-    def __init__(self, plan: Plan, geometry: Geometry, config: Any, *, share: HeadShare = ALL_HEADS):
+    def __init__(
+        self,
+        plan: Plan,
+        geometry: Geometry,
+        config: Any,
+        *,
+        share: HeadShare = ALL_HEADS,
+        stored_dtype: torch.dtype | None = None,
+    ):
         self.plan, self.geometry, self._config = plan, geometry, Same(config)
-        self.share, self.layers = share, geometry.layers
+        self.share, self.layers, self.stored_dtype = share, geometry.layers, stored_dtype
         self.first_compressed = geometry.compressed[0] if geometry.compressed else None
         self._whole = bits_of_a_forward(geometry)
         sizes = () if geometry.alike else [(s.kv_heads, s.key_size, s.value_size) for s in geometry.compressed_shapes]
-        self.engine = Engine(plan, len(geometry.compressed), geometry.other_bytes, sizes)
+        # Windows and states stay in the model's dtype, which is float32 where the cache's is another.
+        own = None if stored_dtype is None else torch.float32.itemsize
+        other_bytes = partial(geometry.other_bytes, own_size=own)
+        self.engine = Engine(plan, len(geometry.compressed), other_bytes, sizes, stored_dtype=stored_dtype)
         for state in self.engine.states:
             state.model.share = share
         self.observers: tuple[Observer, ...] = ()

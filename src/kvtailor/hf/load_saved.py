@@ -72,7 +72,7 @@ def load_cache(model: Any, path: str | os.PathLike[str], *, graphs: bool = False
         _check_alike(name, files[0], share)
     about = files[0].about
     try:
-        cache = cache_for(model, about["plan"])
+        cache = cache_for(model, about["plan"], cache_dtype=_stored(name, files[0], model))
     except KvtailorError as error:
         why = "; ".join(error.faults) if isinstance(error, PlanError) else str(error)
         raise CacheFileError(
@@ -83,7 +83,7 @@ def load_cache(model: Any, path: str | os.PathLike[str], *, graphs: bool = False
     _check_model(name, files[0], cache, model)
     if graphs:
         # Made anew, so that steps that cannot be recorded are refused in those words: nothing is wrong with the file.
-        cache = cache_for(model, about["plan"], graphs=True)
+        cache = cache_for(model, about["plan"], graphs=True, cache_dtype=cache.guard.stored_dtype)
     with agreed(share, CacheFileError):
         try:
             if len(files) == 1 and files[0].shard.ranks == share.ranks:
@@ -130,6 +130,7 @@ def _read(shard: Shard) -> _Part:
         about: dict[str, Any] = {each: json.loads(file.about[each]) for each in ("geometry", "layers")}
         about["conversation"] = json.loads(file.about.get("conversation", "[]"))
         about["rope_deltas"] = json.loads(file.about.get("rope_deltas", "null"))
+        about["cache_dtype"] = json.loads(file.about.get("cache_dtype", "null"))
         about["model"] = json.loads(file.about["model"]) if file.checked else None
         about["plan"], about["plan_hash"] = file.about["plan"], file.about["plan_hash"]
         part = json.loads(file.about.get("part", "null"))
@@ -170,7 +171,7 @@ def _check_alike(name: str, file: _Part, share: RankHeads) -> None:
 
 def _check_same(name: str, files: list[_Part]) -> None:
     for file in files[1:]:
-        for what in ("plan_hash", "geometry", "model", "conversation"):
+        for what in ("plan_hash", "geometry", "model", "conversation", "cache_dtype"):
             if file.about[what] != files[0].about[what]:
                 raise _damaged(name, ValueError(f"its files differ in their {what}"))
 
@@ -186,6 +187,7 @@ def _fill_from_shards(cache: KvCache, files: list[_Part], model: Any) -> None:
         before = file.shard.rank * each
         first, last = max(start, before), min(start + mine, before + each)
         there = StandIn(file.shard.rank, file.shard.ranks)
+        # On several processes a cache is in the dtype of its model, see `cache_for`.
         part = KvCache(cache.plan, cache.geometry, cache.guard.config, share=there)
         for own, state in zip(cache.engine.states, part.engine.states, strict=True):
             state.model = replace(own.model, share=there)
@@ -201,8 +203,7 @@ def _fill_from_shards(cache: KvCache, files: list[_Part], model: Any) -> None:
             regroup(layer.state, pieces, cache.plan)
         if parts[0].is_initialized:
             if isinstance(layer, CompressedLayer):
-                like = torch.empty(0, dtype=parts[0].dtype, device=parts[0].device)
-                layer.lazy_initialization(like, like)
+                layer.initialize_as(torch.empty(0, dtype=parts[0].dtype, device=parts[0].device))
                 continue
             # (b, h, n, d) of the model's own window.
             keys, values = (
@@ -285,8 +286,7 @@ def _fill(cache: KvCache, layers: list[Any], saved: Mapping[str, Tensor], model:
             dtype = None if fields["dtype"] is None else _dtype(fields["dtype"])
             restore(layer.state, fields, held, cache.plan, heads, dtype, sizes)
             if dtype is not None:
-                like = torch.empty(0, dtype=dtype, device=places[index])
-                layer.lazy_initialization(like, like)
+                layer.initialize_as(torch.empty(0, dtype=dtype, device=places[index]))
         elif isinstance(layer, WindowLayer) and mine:
             heads = cache.own_geometry.shapes[index].kv_heads
             for states in (mine["keys"], mine["values"]):
@@ -307,6 +307,18 @@ def _fill(cache: KvCache, layers: list[Any], saved: Mapping[str, Tensor], model:
     if real is not None and (real.dtype != torch.bool or real.ndim != 2 or real.shape[0] not in (rows or {len(real)})):
         raise ValueError(f"its mask of tokens that are no padding is {real.dtype} of shape {tuple(real.shape)}")
     cache.guard.real = real
+
+
+def _stored(name: str, file: _Part, model: Any) -> torch.dtype | None:
+    """In which dtype the cache held what a model in float32 made; None: in the model's own."""
+    said = file.about["cache_dtype"]
+    # A model in another dtype than the one that it was saved from is refused where models are compared.
+    if said is None or model.dtype is not torch.float32:
+        return None
+    try:
+        return _dtype(said)
+    except ValueError as error:
+        raise _damaged(name, error) from error
 
 
 def _dtype(name: object) -> torch.dtype:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.calibration_file import calibrated
-from kvtailor.errors import PlanError, UnsupportedModel
+from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import NAME, register
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs.forward import lend_forward, obstacle_of_forward
@@ -22,6 +22,7 @@ from kvtailor.hf.images.rope_deltas import RopeDeltas
 from kvtailor.hf.minimax import cache_class
 from kvtailor.hf.model.attending.latents import LatentOutput, projections_of
 from kvtailor.hf.model.attending.softmax import check_plan_softmax, softmax_before
+from kvtailor.hf.model.cache_dtype import stored_dtype
 from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
 from kvtailor.hf.model.devices import input_device, runs_on
 from kvtailor.hf.model.geometry import Geometry, check
@@ -46,7 +47,7 @@ _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @check_call
-def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False) -> KvCache:
+def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False, cache_dtype: torch.dtype | None = None) -> KvCache:
     """A cache that compresses by a plan, to be handed to the model as `cache`.
 
     ```python
@@ -65,12 +66,15 @@ def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False) -> KvCache:
         graphs: replay decoded tokens as a CUDA graph, as in `kvtailor.generate`, behind plain `model.generate()`. For
             the time that such a cache is alive the model's `forward` is ours, which replays what it can and runs the
             model's own forward for everything else; `cache.replays` counts both.
+        cache_dtype: in which keys and values are held. bfloat16 or float16 halve the bytes of a model in float32, whose
+            queries, softmax and outputs stay float32, as do the model's own windows and states. None: the model's own.
 
     Raises:
+        ArgumentError: a cache of this model cannot hold that dtype.
         PlanError: with all faults of the plan, or where a method of it was made for a model of other sizes.
         UnsupportedModel: for a model that cannot be compressed, or whose steps cannot be recorded where `graphs` is
             set, before anything is changed.
-        CacheMisuse: `graphs` is set, and several processes share the model.
+        CacheMisuse: several processes share the model, and `graphs` is set or the cache would be in another dtype.
         CalibrationError: a method needs a calibration, and there is none for this very model.
     """
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
@@ -82,7 +86,14 @@ def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False) -> KvCache:
     check_same_plan(parsed, share)
     if graphs:
         check_processes(share)
-    cache = (ReplayedCache if graphs else cache_class(config))(parsed, geometry, config, share=share)
+    stored = stored_dtype(model, cache_dtype)
+    if stored is not None and share.ranks > 1:
+        raise CacheMisuse(
+            f"asked for a cache in {str(stored).removeprefix('torch.')} of a model in float32 that {share.ranks} "
+            "processes share, which was not tried: load the model in that dtype, or leave cache_dtype= out"
+        )
+    made = ReplayedCache if graphs else cache_class(config)
+    cache = made(parsed, geometry, config, share=share, stored_dtype=stored)
     if isinstance(cache, ReplayedCache):
         cache.open_steps.record = checked_recorder(model, obstacle_of_forward(model) or obstacle(cache, model))
     cache.guard.model = weakref.ref(model)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvtailor.engine.saving.layer_saving import state_of
@@ -59,7 +60,7 @@ def save(
     for index, layer in enumerate(layers):
         if isinstance(layer, CompressedLayer):
             own, kept = state_of(layer.state)
-            fields.append({**own, "dtype": str(layer.dtype).removeprefix("torch.") if layer.is_initialized else None})
+            fields.append({**own, "dtype": _name(layer.dtype) if layer.is_initialized else None})
         else:
             windowed = isinstance(layer, WindowLayer)
             kept = {"keys": layer.keys, "values": layer.values} if windowed and layer.is_initialized else {}
@@ -84,6 +85,7 @@ def save(
         "layers": json.dumps(fields),
         "same": json.dumps(same),
         "rope_deltas": json.dumps(guard.rope.known),
+        **({} if guard.stored_dtype is None else {"cache_dtype": json.dumps(_name(guard.stored_dtype))}),
         "conversation": json.dumps([[known.columns, *known.hashes] for known in conversation.known]),
     }
     share = guard.share
@@ -102,6 +104,10 @@ def save(
         with agreed(share, CacheFileError):
             if share.process == 0:
                 write_cache_file(Path(path), once, about)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _model_of(guard: CacheGuard) -> dict[str, Any] | None:

@@ -76,14 +76,14 @@ class SteadyEnds(SteadyLayer):
         if used is None or keys.device.type != "cpu" or (rotation is None and rolls and first):
             return None
         parts = _parts(tail.as_segment(), 0 if rotation is None else first)
-        if TokenStep.unsuited(parts, mass=False) is not None:
+        if TokenStep.unsuited(parts, mass=False, given=engine.given_dtype) is not None:
             return None
         ends = Ends(first=first)
         if rotation is not None:
             ends.planes, ends.interleaved = rotation.size // 2, int(rotation.interleaved)
         step = TokenStep(
             parts, [None] * len(parts), keys, values, positions, query_heads=query_heads, scaling=model.scaling,
-            softcap=model.softmax.softcap, mass=False, using=used, ends=ends,
+            softcap=model.softmax.softcap, mass=False, using=used, ends=ends, given=engine.given_dtype,
         )  # fmt: skip
         return cls(engine, state, step, ends, rotation) if step.complete else None
 

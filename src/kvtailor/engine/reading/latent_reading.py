@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from kvtailor.attend.contract import Attended, Attention, AttentionRequest
 from kvtailor.ops.segments.latent_keys import as_one_head
 from kvtailor.ops.segments.weighted import log_weight_of
@@ -33,7 +35,7 @@ def read_latents(method: Attention, request: AttentionRequest, latents: LatentAt
     query, parts = request.query, request.parts
     held = sum(part.layout.size for part in parts)
     if all(map(_is_even, parts)) and latents.expands_cheaply(query.shape[2], held):
-        asked = replace(request, parts=[_expanded(part, latents) for part in parts])
+        asked = replace(request, parts=[_expanded(part, latents, query) for part in parts])
         attended = _checked(method, asked)
         if attended.mass is None:
             return attended
@@ -56,9 +58,9 @@ def _is_even(part: Segment) -> bool:
     return part.layout.owner is None and part.layout.lengths is None and log_weight_of(part) is None
 
 
-def _expanded(part: Segment, latents: LatentAttention) -> PlainSegment:
-    """The part (b lanes of one kv head) as b * H lanes, one for each head of the model."""
-    keys, values = latents.expanded(*part.decode())
+def _expanded(part: Segment, latents: LatentAttention, query: Tensor) -> PlainSegment:
+    """The part (b lanes of one kv head) as b * H lanes, one for each head of the model, in the dtype of its queries."""
+    keys, values = latents.expanded(*(states.to(query.dtype) for states in part.decode()))
     layout, heads = part.layout, keys.shape[1]
     positions = None if layout.positions is None else layout.positions.repeat_interleave(heads, 0)
     wide = replace(layout, heads=heads, positions=positions)

@@ -75,7 +75,8 @@ class ReconstructionPass:
         keys, values = torch.cat([held.keys, passing.keys], 1), torch.cat([held.values, passing.values], 1)
         whole = PlainSegment(layout=layout, keys=keys, values=values)
         if self.queries:
-            state.observed.repeat(query, self.real.to(query.device), self.queries)
+            # In the dtype of what is held, as all evidence.
+            state.observed.repeat(query.to(keys.dtype), self.real.to(query.device), self.queries)
         if state.observed.reconstruction is None:
             state.observed.reconstruction = torch.zeros(
                 (state.rows, state.heads, state.stored.seen),

@@ -54,7 +54,8 @@ class FixedLayer(CacheLayerMixin):
         self.layer, self.attention, self.growing, self.filled, self.turn = layer, attention, growing, filled, turn
         self.rule, self.real = rule, real
         self.softmax = PLAIN_SOFTMAX
-        self.dtype, self.is_initialized = growing.keys.dtype, True
+        self.dtype = self.model_dtype = growing.keys.dtype
+        self.is_initialized = True
         self._seen = int(layer.get_seq_length())
         self._nan = growing.keys.new_full((1, 1, 1, 1), float("nan"))
 

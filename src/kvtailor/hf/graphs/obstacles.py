@@ -43,6 +43,9 @@ def obstacle(cache: KvCache, model: Any) -> str | None:
     kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
     if any(each.get("rope_type") in _RECOMPUTED for each in kinds):
         return f"this {geometry.model_type} computes its rotary frequencies anew from the length of the text"
+    if cache.guard.stored_dtype is not None:
+        held = str(cache.guard.stored_dtype).removeprefix("torch.")
+        return f"the cache holds {held} of a model in float32, which steps that are recorded were not tried with"
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         return f"the model's weights are on {len(devices)} devices"

@@ -21,7 +21,6 @@ from kvtailor.hf.layers.run_eagerly import caller, run_eagerly
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.rope_border import crossing
 from kvtailor.plan import Plan
-from kvtailor.types import ALL_HEADS, HeadShare
 
 __all__ = ["ReplayedCache"]
 
@@ -39,9 +38,9 @@ class ReplayedCache(KvCache):
     _guard: CacheGuard
     _conversation: Conversation
 
-    def __init__(self, plan: Plan, geometry: Geometry, config: Any, *, share: HeadShare = ALL_HEADS):
+    def __init__(self, plan: Plan, geometry: Geometry, config: Any, **more: Any):
         self.open_steps = OpenSteps()
-        super().__init__(plan, geometry, config, share=share)
+        super().__init__(plan, geometry, config, **more)
 
     @property
     def layers(self) -> Any:

@@ -91,11 +91,12 @@ class ReplayingReader(CacheReader):
         plan: Plan,
         mask: Tensor | None,
         chunk: int | None,
+        cache_dtype: torch.dtype | None = None,
         *,
         expected: int,
         record: Recorder | None = None,
     ):
-        super().__init__(model, plan, mask, chunk)
+        super().__init__(model, plan, mask, chunk, cache_dtype)
         self.steps = Replays(model, self.cache, mask, expected=expected, record=record)
 
     @property

@@ -39,8 +39,9 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
     Attributes:
         guard: of the cache.
         state: what the layer holds.
-        arriving: keys (b, h, t, d) and values of new tokens, between `update` and the attention; they join what is held
-            only when nothing more can be refused.
+        arriving: keys (b, h, t, d) and values of new tokens, between `update` and the attention, as the model made
+            them; they join what is held, in the cache's dtype, only when nothing more can be refused.
+        dtype: of what is held. model_dtype: of what the model makes.
         record_past: a forward may be rolled back by `crop` (transformers' name).
     """
 
@@ -75,7 +76,13 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Remembers dtype and device of the first keys."""
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.model_dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.dtype = self.guard.stored_dtype or self.model_dtype
+
+    def initialize_as(self, held: Tensor) -> None:
+        """Remembers the same from states of another cache of this model, which are as this one holds them."""
+        like = held if self.guard.stored_dtype is None else held.float()
+        self.lazy_initialization(like, like)
 
     @run_eagerly
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -87,9 +94,10 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
             return self._handed_on(key_states, value_states, self.state.stored.seen)
         # Under autocast rotated keys are float32 and values are not: what the projections gave is the model's dtype.
         key_states = key_states.to(value_states.dtype)
-        if self.is_initialized and (key_states.dtype != self.dtype or key_states.device != self.device):
+        if self.is_initialized and (key_states.dtype != self.model_dtype or key_states.device != self.device):
+            of = "" if self.dtype == self.model_dtype else f" of a model in {self.model_dtype}"
             raise CacheMisuse(
-                f"this cache holds {self.dtype} on {self.device}, and got keys of {key_states.dtype} on "
+                f"this cache holds {self.dtype} on {self.device}{of}, and got keys of {key_states.dtype} on "
                 f"{key_states.device}; use a new cache after moving or casting the model"
             )
         self.state.check_fits(key_states)
@@ -212,7 +220,9 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
             return self._attend_for(reader, query, mask, scaling)
         guard.attention_begins(self.layer_idx)
         assert self.arriving is not None
-        (keys, values), self.arriving = self.arriving, None
+        # Rounded before anything reads them: what this forward attends to is what later ones find.
+        keys, values = (states.to(self.dtype) for states in self.arriving)
+        self.arriving = None
         try:
             visible = self._visible(query, mask)
             reconstructing = isinstance(engine.phase, Reconstructing)

@@ -143,7 +143,7 @@ def _product(left: Any, right: Any) -> Any:
         seen = left.shape[-1]
         if tuple(right.shape) not in ((b, h, seen, size), (b * h, seen, size)):
             raise _not_understood(f"multiplies weights with values that it has made {tuple(right.shape)} of", right)
-        output = note.layer.attend_products(note.query.to(note.layer.dtype), note.mask, note.factor)
+        output = note.layer.attend_products(note.query.to(note.layer.model_dtype), note.mask, note.factor)
         return output.to(note.query.dtype).reshape(*left.shape[:-1], output.shape[-1])
     given = [each for each in (left, right) if isinstance(each, Operand)]
     raise _not_understood("multiplies its states in another order than an attention does", *given)

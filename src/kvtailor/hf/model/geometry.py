@@ -145,8 +145,12 @@ class Geometry:
         own = (replace(s, q_heads=s.q_heads // ranks, kv_heads=s.kv_heads // ranks) for s in self.shapes)
         return replace(self, shapes=tuple(own))
 
-    def other_bytes(self, element_size: int) -> int:
+    def other_bytes(self, element_size: int, own_size: int | None = None) -> int:
         """Bytes of one row that layers hold which no plan compresses: the model's own windows, once full, and states.
+
+        Args:
+            element_size: bytes of an element of the cache's dtype.
+            own_size: the same of the model's, in which these layers are; None: it is the cache's.
 
         Raises:
             UnsupportedModel: the size of a layer's states is not known before they are there.
@@ -154,22 +158,28 @@ class Geometry:
         windows = sum(
             (shape.window - 1) * shape.token_elements for shape in self.shapes if shape.kv_heads and shape.window
         )
-        states = self.state_bytes(element_size)
+        own = element_size if own_size is None else own_size
+        states = self.state_bytes(own)
         if states is None:
             raise UnsupportedModel(
                 f"how many bytes the recurrent states of this {self.model_type} take is not known before they are "
                 "there, so kvtailor cannot keep them within bytes=: give the budget as tokens= or keep="
             )
-        return windows * element_size + states
+        return windows * own + states
 
     def state_bytes(self, element_size: int) -> int | None:
         """Bytes of the states of one row; None where their sizes are not known from the configuration."""
         sizes = [shape.states_bytes(element_size) for shape in self.shapes if shape.states]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
-    def full_bytes(self, rows: int, seen: int, element_size: int) -> int:
-        """Bytes of keys and values of `seen` tokens of `rows` rows without compression; no states."""
-        return rows * element_size * sum(shape.slots(seen) * shape.token_elements for shape in self.shapes)
+    def full_bytes(self, rows: int, seen: int, element_size: int, own_size: int | None = None) -> int:
+        """Bytes of keys and values of `seen` tokens of `rows` rows without compression; no states.
+
+        `own_size` is of the layers that no plan compresses, see `other_bytes`.
+        """
+        own = element_size if own_size is None else own_size
+        elements = ((shape, shape.slots(seen) * shape.token_elements) for shape in self.shapes)
+        return rows * sum(count * (element_size if shape.compressed else own) for shape, count in elements)
 
 
 def refusal(config: Any) -> str | None:

@@ -169,6 +169,7 @@ def read(
     template: Mapping[str, Any] | None = None,
     chunk: int | None = None,
     hold: bool = False,
+    cache_dtype: torch.dtype | None = None,
 ) -> Reading:
     """Reads a context and compresses it, for questions that come later.
 
@@ -190,7 +191,7 @@ def read(
         answer_prefix: how each answer begins; it is a part of the prompt.
         system: the system's message in the chat template; None: what the template itself writes there, if anything.
         template: variables of the chat template by name, such as `{"enable_thinking": False}`.
-        chunk, hold: see `kvtailor.prefill`.
+        chunk, hold, cache_dtype: see `kvtailor.prefill`.
 
     Raises:
         CacheMisuse: the context is empty, or the chat template refuses the messages, leaves one out or does not write
@@ -202,7 +203,8 @@ def read(
     prompt = _prompt(tokenizer, context, separator, answer_prefix, system, template)
     ids, after = prompt.split(context)
     ids = ids[None].to(input_device(model))
-    cache = prefill(model, ids, cache=cache_for(model, plan), chunk=chunk, hold=hold, tokenizer=tokenizer)
+    cache = cache_for(model, plan, cache_dtype=cache_dtype)
+    prefill(model, ids, cache=cache, chunk=chunk, hold=hold, tokenizer=tokenizer)
     return Reading(model=model, prompt=prompt, cache=cache, ids=ids, after=after)
 
 
@@ -221,6 +223,7 @@ def ask(
     system: str | None = None,
     template: Mapping[str, Any] | None = None,
     chunk: int | None = None,
+    cache_dtype: torch.dtype | None = None,
     **generation: Any,
 ) -> Answers:
     """Answers questions about a context from a compressed cache.
@@ -242,6 +245,7 @@ def ask(
         max_new_tokens: tokens of an answer, at most. None: as `generation_config=` or the model's own says, else 256.
         separator, answer_prefix, system, template: see `kvtailor.read`.
         chunk: read so many tokens of the context at a time.
+        cache_dtype: in which the cache holds keys and values, see `kvtailor.cache_for`.
         **generation: further arguments of `model.generate`, such as `do_sample=False`. What is not given is as in the
             model's generation config.
 
@@ -258,12 +262,13 @@ def ask(
     how = _generation(model, tokenizer, max_new_tokens, generation)
     if question == "after":
         how_put: dict[str, Any] = {"separator": separator, "answer_prefix": answer_prefix}
-        how_put |= {"system": system, "template": template, "chunk": chunk}
+        how_put |= {"system": system, "template": template, "chunk": chunk, "cache_dtype": cache_dtype}
         reading = read(model, tokenizer, context, plan=plan, **how_put)
         return reading.ask(asked, max_new_tokens=max_new_tokens, **generation)
     prompt = _prompt(tokenizer, context, separator, answer_prefix, system, template)
     head, after = prompt.split(context)
-    reading = Reading(model=model, prompt=prompt, cache=cache_for(model, plan), ids=head[None], after=after)
+    cache = cache_for(model, plan, cache_dtype=cache_dtype)
+    reading = Reading(model=model, prompt=prompt, cache=cache, ids=head[None], after=after)
     if question == "inside":
         given = [torch.cat([head, prompt.question(each, after)]) for each in asked]
     else:

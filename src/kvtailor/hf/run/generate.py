@@ -109,6 +109,7 @@ def generate(
     streamer: Any = None,
     chunk: int | None = None,
     graphs: bool = False,
+    cache_dtype: torch.dtype | None = None,
     **inputs: Any,
 ) -> Generated:
     """Text under a plan. With a draft it is the same text (greedy), or as likely (sampling), in fewer forwards.
@@ -144,6 +145,7 @@ def generate(
         chunk: read the prompt so many tokens at a time; see `kvtailor.prefill`.
         graphs: replay decoded tokens as a CUDA graph, which is recorded anew whenever the plan evicts or encodes; so
             what launches kernels is not waited for. Without a draft.
+        cache_dtype: in which caches of the target's weights hold keys and values, see `kvtailor.cache_for`.
         **inputs: none. What a processor makes of images is refused here; `model.generate` takes it, with
             `cache=kvtailor.cache_for(model, plan)`.
 
@@ -185,19 +187,20 @@ def generate(
 
     # Every cache is made, and every plan refused that does not suit its model, before any is filled.
     target = (
-        ReplayingReader(model, target_plan, mask, chunk, expected=max_new_tokens)
+        ReplayingReader(model, target_plan, mask, chunk, cache_dtype, expected=max_new_tokens)
         if graphs
-        else CacheReader(model, target_plan, mask, chunk)
+        else CacheReader(model, target_plan, mask, chunk, cache_dtype)
     )
     readers = [target]
     levels: list[Level] = []
     drafting: Draft | None = None
     if draft is not None or small_plan is not None:
-        readers.append(CacheReader(small, small_plan or Plan.parse("full"), mask, chunk))
+        own_dtype = cache_dtype if small is model else None
+        readers.append(CacheReader(small, small_plan or Plan.parse("full"), mask, chunk, own_dtype))
         levels.append(Level())
         drafting = Steps(readers[-1], rule)
     if own_plan is not None and drafting is not None:
-        readers.append(CacheReader(model, own_plan, mask, chunk))
+        readers.append(CacheReader(model, own_plan, mask, chunk, cache_dtype))
         levels.append(Level())
         drafting = Hierarchy(readers[-1], drafting, rule, inner_gamma, levels[-1])
     why = ""

@@ -139,9 +139,15 @@ def fill(cache: KvCache, kept: KeptPrompt) -> None:
         kept: stays as it is.
 
     Raises:
+        CannotKeep: the prompt was kept in another dtype than the cache holds.
         KvtailorError: what the plan raises in a prompt's forward; the cache is refused then, as after a forward.
     """
     source, guard, engine = kept.cache, cache.guard, cache.engine
+    if guard.stored_dtype is not source.guard.stored_dtype:
+        raise CannotKeep(
+            f"a prompt that was kept in {source.layers[source.geometry.compressed[0]].dtype} cannot fill a cache in "
+            f"{guard.stored_dtype or 'the dtype of its model'}: let it read the prompt itself"
+        )
     rows, tokens = source.rows, source.seen
     readers = cache.geometry.readers
     # The layers that read what another one holds, each with that one; what follows it waits for the last of them.
@@ -205,7 +211,7 @@ def _append(layer: CompressedLayer, kept: Any, visible: Visibility) -> None:
     held = kept.stored.tail.as_segment()
     keys, values = (each.unflatten(0, (kept.rows, kept.heads)) for each in (held.keys, held.values))
     guard.check_padding(layer.layer_idx, visible)
-    layer.lazy_initialization(keys, values)
+    layer.initialize_as(keys[:, :, :0])
     guard.engine.append(layer.state, keys, values)
     guard.take_padding(layer.layer_idx, visible)
     layer.state.model.scaling = kept.model.scaling

@@ -54,6 +54,7 @@ def prefill(
     hold: bool = False,
     tokenizer: Any = None,
     instruction: Sequence[int] | Tensor | None = None,
+    cache_dtype: torch.dtype | None = None,
     **inputs: Any,
 ) -> KvCache:
     """A cache that has seen a context and holds what the plan leaves of it.
@@ -75,6 +76,7 @@ def prefill(
         hold: compress only when the whole context was seen; chunks then bound the activations alone.
         tokenizer: makes the instruction (`INSTRUCTION`) for plans that read the context twice.
         instruction: token ids of another instruction. With neither, those plans repeat the context without one.
+        cache_dtype: in which a new cache holds keys and values, see `kvtailor.cache_for`.
         **inputs: what else the model's processor gives for images among these tokens, such as `pixel_values`,
             `image_grid_thw` and token types. They are fed at once, with the tokens.
 
@@ -90,7 +92,9 @@ def prefill(
         )
     if cache is None:
         assert plan is not None
-        cache = cache_for(model, plan)
+        cache = cache_for(model, plan, cache_dtype=cache_dtype)
+    elif cache_dtype is not None:
+        raise ArgumentError("kvtailor.prefill takes cache_dtype= for a new cache, and got a cache=, which has its own")
     words = instruction_of(tokenizer) if instruction is None else torch.as_tensor(instruction, dtype=torch.int64)
     with torch.no_grad():
         read(model, cache, input_ids, attention_mask, chunk=chunk, hold=hold, instruction=words, inputs=inputs)

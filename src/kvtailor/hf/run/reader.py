@@ -29,12 +29,19 @@ class CacheReader:
         model: a transformers decoder-only model.
         plan: of its cache.
         mask: (b, n) of the prompt, 0 for padding; None: no padding.
-        chunk: see `kvtailor.prefill`.
+        chunk, cache_dtype: see `kvtailor.prefill`.
     """
 
-    def __init__(self, model: Any, plan: Plan, mask: Tensor | None, chunk: int | None):
-        self.model, self.plan, self.mask, self.chunk = model, plan, mask, chunk
-        self.cache = cache_for(model, plan)
+    def __init__(
+        self,
+        model: Any,
+        plan: Plan,
+        mask: Tensor | None,
+        chunk: int | None,
+        cache_dtype: torch.dtype | None = None,
+    ):
+        self.model, self.plan, self.mask, self.chunk, self.cache_dtype = model, plan, mask, chunk, cache_dtype
+        self.cache = self._new_cache()
         self._speculation = ExitStack()
         # All ids so far, where the model may want them read anew; see `hf.model.rope_border`.
         self._text: Tensor | None = None
@@ -56,6 +63,9 @@ class CacheReader:
             each._open()
         return logits[:, -1]
 
+    def _new_cache(self) -> KvCache:
+        return cache_for(self.model, self.plan, cache_dtype=self.cache_dtype)
+
     def _open(self) -> None:
         # What an earlier cache of this reader was in ends with that cache.
         self._speculation = ExitStack()
@@ -67,7 +77,7 @@ class CacheReader:
             self._text = torch.cat([self._text, tokens], 1)
             if keep == 1 and self.seen <= border.tokens < self.seen + tokens.shape[1]:
                 # At once, whatever `chunk` is: a piece within the border would be turned by the first factors.
-                self.cache = cache_for(self.model, self.plan)
+                self.cache = self._new_cache()
                 logits = read(self.model, self.cache, self._text, self._mask(self._text.shape[1]))
                 self._open()
                 return logits
@@ -93,7 +103,7 @@ class CacheReader:
 
         `source`: of the same model, holds all of them; None: they are read once more.
         """
-        self.cache = cache_for(self.model, self.plan)
+        self.cache = self._new_cache()
         if source is None:
             self.prefill(ids[:, :-1])
         else:

@@ -33,17 +33,26 @@ class Session:
     Attributes:
         model: the model.
         plan: the plan of every cache that this session makes.
-        tokenizer, graphs: see `session`.
+        tokenizer, graphs, cache_dtype: see `session`.
         last: the newest cache, for its ledger; None before the first.
     """
 
-    def __init__(self, model: Any, plan: Plan, tokenizer: Any = None, *, graphs: bool = False):
+    def __init__(
+        self,
+        model: Any,
+        plan: Plan,
+        tokenizer: Any = None,
+        *,
+        graphs: bool = False,
+        cache_dtype: torch.dtype | None = None,
+    ):
         self.model, self.plan, self.tokenizer, self.graphs = model, plan, tokenizer, graphs
+        self.cache_dtype = cache_dtype
         self.last: KvCache | None = None
 
     def cache(self) -> KvCache:
         """A new, empty cache under the plan."""
-        self.last = cache_for(self.model, self.plan, graphs=self.graphs)
+        self.last = cache_for(self.model, self.plan, graphs=self.graphs, cache_dtype=self.cache_dtype)
         return self.last
 
     @check_call
@@ -59,9 +68,10 @@ class Session:
         """A cache that has seen a context: a new one, unless one is given as `cache`; see `kvtailor.prefill`.
 
         Raises:
-            CacheMisuse: a plan or a tokenizer was given, which the session has; or see `kvtailor.prefill`.
+            CacheMisuse: a plan, a tokenizer or a cache_dtype was given, which the session has.
+            Others: see `kvtailor.prefill`.
         """
-        for name in ("plan", "tokenizer"):
+        for name in ("plan", "tokenizer", "cache_dtype"):
             if name in inputs:
                 raise CacheMisuse(
                     f"a session has its {name}: leave {name}= out, or call kvtailor.prefill(model, input_ids, plan=...)"
@@ -182,7 +192,14 @@ def _take_note(cache: KvCache, ids: Tensor, mask: Tensor | None, first: int) -> 
 
 @check_call
 @contextmanager
-def session(model: Any, plan: str | Plan, tokenizer: Any = None, *, graphs: bool = False) -> Iterator[Session]:
+def session(
+    model: Any,
+    plan: str | Plan,
+    tokenizer: Any = None,
+    *,
+    graphs: bool = False,
+    cache_dtype: torch.dtype | None = None,
+) -> Iterator[Session]:
     """A model under a plan; its own attention comes back at the end.
 
     The plan acts on the session's caches. What `model.generate` does without one of them is not compressed, and a
@@ -200,9 +217,10 @@ def session(model: Any, plan: str | Plan, tokenizer: Any = None, *, graphs: bool
         tokenizer: of the model; makes the instruction for plans that read the context twice, see `kvtailor.prefill`.
         graphs: every cache of the session replays decoded tokens as a CUDA graph, see `kvtailor.cache_for`. What cannot
             be recorded is refused as the session begins.
+        cache_dtype: in which every cache of the session holds keys and values, see `kvtailor.cache_for`.
     """
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
-    opened = Session(model, parsed, tokenizer, graphs=graphs)
+    opened = Session(model, parsed, tokenizer, graphs=graphs, cache_dtype=cache_dtype)
     config = model.config.get_text_config(decoder=True)
     with attention_restored(model, NAME):
         first = opened.cache()

@@ -63,7 +63,7 @@ def sharing_prefill(source: KvCache, others: Sequence[KvCache]) -> Iterator[None
             layer.take_softmax(source.layers[index].state.model.softmax)
             guard.check_padding(index, visible)
             if not layer.is_initialized:
-                layer.lazy_initialization(keys, values)
+                layer.initialize_as(keys)
             guard.engine.append(layer.state, keys, values)
             guard.take_padding(index, visible)
             guard.engine.act_unread(layer.state, query, visible, scaling)
@@ -99,7 +99,7 @@ def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
         for each in stored_sides(state, held):
             whole = each.new_zeros((*each.shape[:2], seen + 1, each.shape[-1]))
             states.append(whole.scatter(2, place.expand(-1, -1, -1, each.shape[-1]), each)[:, :, :seen])
-        layer.lazy_initialization(*states)
+        layer.initialize_as(states[0][:, :, :0])
         layer.state.append(*states, exactly=True)
         layer.state.model.scaling = state.model.scaling
         layer.take_softmax(state.model.softmax)

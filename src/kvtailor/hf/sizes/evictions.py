@@ -35,7 +35,7 @@ class Evictions:
         plan: that evicts.
         geometry: of the model.
         rows: b.
-        element_size: bytes of an element of the cache's dtype.
+        element_size, own_size: bytes of an element of the cache's dtype, and of the model's; see `forecast_size`.
         calibration: tensors of the allocator's calibration files; None: not known.
     """
 
@@ -43,6 +43,7 @@ class Evictions:
     geometry: Geometry
     rows: int
     element_size: int
+    own_size: int | None = None
     calibration: Mapping[str, Tensor] | None = None
 
     @cached_property
@@ -123,7 +124,7 @@ class Evictions:
             torch.tensor([seen]),
             layers=len(self.shapes),
             newest=self.shapes[layer],
-            other_bytes=0 if plan.bytes is None else self.geometry.other_bytes(self.element_size),
+            other_bytes=0 if plan.bytes is None else self.geometry.other_bytes(self.element_size, self.own_size),
             shapes=() if self.geometry.alike else self.shapes,
         )
         return _RowBudget(

@@ -25,6 +25,7 @@ def largest_tokens(
     context: int,
     batch: int = 1,
     element_size: int,
+    own_size: int | None = None,
     new_tokens: int = 0,
     known: dict[Any, SegmentBytes] | None = None,
 ) -> int | None:
@@ -40,7 +41,7 @@ def largest_tokens(
         memory: bytes for the whole cache.
         context: tokens of the prompt, in each row.
         batch: rows.
-        element_size: bytes of an element of the cache's dtype.
+        element_size, own_size: see `forecast_size`.
         new_tokens: decoded one by one after the prompt.
         known: see `forecast_size`; for several plans of one model.
 
@@ -57,7 +58,17 @@ def largest_tokens(
     stored: dict[Any, SegmentBytes] = {} if known is None else known
 
     def bytes_of(tokens: int) -> int:
-        return _with_tokens(plan, geometry, tokens, context, batch, element_size, new_tokens, stored).high
+        budgeted = _with_tokens(plan, tokens)
+        return forecast_size(
+            budgeted,
+            geometry,
+            context=context,
+            batch=batch,
+            element_size=element_size,
+            own_size=own_size,
+            new_tokens=new_tokens,
+            known=stored,
+        ).high
 
     below = bytes_of(1)
     if below > memory:
@@ -83,7 +94,14 @@ def largest_tokens(
 
 
 def least_size(
-    plan: Plan, geometry: Geometry, *, context: int, batch: int = 1, element_size: int, new_tokens: int = 0
+    plan: Plan,
+    geometry: Geometry,
+    *,
+    context: int,
+    batch: int = 1,
+    element_size: int,
+    own_size: int | None = None,
+    new_tokens: int = 0,
 ) -> CacheSize:
     """Return what the cache takes with the least budget that the plan can have, `tokens=1`.
 
@@ -92,34 +110,25 @@ def least_size(
 
     Args:
         plan: that evicts; its own budget is replaced.
-        geometry, context, batch, element_size, new_tokens: see `forecast_size`.
+        geometry, context, batch, element_size, own_size, new_tokens: see `forecast_size`.
 
     Raises:
         PlanError: the plan evicts nothing, or the model refuses it.
         ArgumentError: see `forecast_size`.
     """
-    return _with_tokens(plan, geometry, 1, context, batch, element_size, new_tokens, {})
-
-
-def _with_tokens(
-    plan: Plan,
-    geometry: Geometry,
-    tokens: int,
-    context: int,
-    batch: int,
-    element_size: int,
-    new_tokens: int,
-    known: dict[Any, SegmentBytes],
-) -> CacheSize:
-    if not plan.evicts:
-        raise PlanError(str(plan), [f"it evicts nothing, so it has no budget to choose: {name_of(plan.encode)} alone"])
-    budgeted = replace(plan, tokens=tokens, keep=None, bytes=None)
+    least = _with_tokens(plan, 1)
     return forecast_size(
-        budgeted,
+        least,
         geometry,
         context=context,
         batch=batch,
         element_size=element_size,
+        own_size=own_size,
         new_tokens=new_tokens,
-        known=known,
     )
+
+
+def _with_tokens(plan: Plan, tokens: int) -> Plan:
+    if not plan.evicts:
+        raise PlanError(str(plan), [f"it evicts nothing, so it has no budget to choose: {name_of(plan.encode)} alone"])
+    return replace(plan, tokens=tokens, keep=None, bytes=None)

@@ -49,7 +49,8 @@ def cache_size(
         context: tokens of the prompt, in each row, read at once.
         batch: rows, equally long.
         new_tokens: decoded one by one after the prompt.
-        dtype: of the cache, such as "bfloat16"; None: the model's own, else float32.
+        dtype: of the cache, such as "bfloat16"; None: the model's own, else float32. Windows and
+            states of a model in float32 stay float32, see `kvtailor.cache_for`.
 
     Raises:
         PlanError: with all faults of the plan, or where the model refuses it.
@@ -82,12 +83,15 @@ def known_size(
     misfits = plan_misfits(parsed, geometry)
     if misfits:
         raise PlanError(str(parsed), misfits)
+    # A cache of a model in float32 may hold less; of any other it holds what the model does.
+    own = torch.float32.itemsize if not named and model.dtype is torch.float32 else None
     return forecast_size(
         parsed,
         geometry,
         context=context,
         batch=batch,
         element_size=_element_size(config, None if named else model, dtype),
+        own_size=own,
         new_tokens=new_tokens,
         calibration=None if named or not geometry.compressed else _tensors(parsed, model),
         known=known,

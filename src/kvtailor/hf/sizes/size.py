@@ -162,6 +162,7 @@ def forecast_size(
     context: int,
     batch: int = 1,
     element_size: int,
+    own_size: int | None = None,
     new_tokens: int = 0,
     calibration: Mapping[str, Mapping[str, Tensor]] | None = None,
     count_states: bool = True,
@@ -177,6 +178,7 @@ def forecast_size(
         context: tokens of the prompt, in each row.
         batch: rows.
         element_size: bytes of an element of the cache's dtype, 2 or 4.
+        own_size: of the model's, in which its own windows and states are; None: it is the cache's.
         new_tokens: decoded one by one after the prompt.
         calibration: tensors of the plan's calibration files, by stage. Without those of an allocator, what follows from
             them has bounds.
@@ -199,7 +201,7 @@ def forecast_size(
     misfits = plan_misfits(plan, geometry)
     if misfits:
         raise PlanError(str(plan), misfits)
-    states = geometry.state_bytes(element_size) if count_states else 0
+    states = geometry.state_bytes(own_size or element_size) if count_states else 0
     if states is None:
         raise ArgumentError(
             f"how many bytes the recurrent states of this {geometry.model_type} take is not known before they are "
@@ -211,7 +213,12 @@ def forecast_size(
     evictions = None
     if plan.evicts and shapes:
         evictions = Evictions(
-            plan=plan, geometry=geometry, rows=batch, element_size=element_size, calibration=files.get("allocate")
+            plan=plan,
+            geometry=geometry,
+            rows=batch,
+            element_size=element_size,
+            own_size=own_size,
+            calibration=files.get("allocate"),
         )
     scores = max(1, needs.notes) if needs.previous else 0
     held = gone_through(units, evictions, context=context, new_tokens=new_tokens, mass=needs.mass, scores=scores)
@@ -222,7 +229,7 @@ def forecast_size(
     stages["observe"] += observed + counted
     stages["attend"] = carried
     stages["window"] = Bounds.exactly(
-        geometry.full_bytes(batch, seen, element_size) - _compressed_full(geometry, batch, seen, element_size)
+        geometry.full_bytes(batch, seen, element_size, own_size) - _compressed_full(geometry, batch, seen, element_size)
     )
     stages["state"] = Bounds.exactly(states * batch)
     moved = NOTHING
@@ -243,7 +250,7 @@ def forecast_size(
         low=total.low,
         high=total.high,
         stages={name: bounds for name, bounds in stages.items() if bounds.high},
-        full=geometry.full_bytes(batch, seen, element_size) + states * batch,
+        full=geometry.full_bytes(batch, seen, element_size, own_size) + states * batch,
         tokens=whole.tokens,
         tail=whole.tail,
         tokens_held=(whole.tokens.low + whole.tokens.high) / 2 / heads if heads else None,

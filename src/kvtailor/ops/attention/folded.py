@@ -22,7 +22,7 @@ def suits(query: Tensor, part: Lanes, softmax: Softmax = PLAIN_SOFTMAX) -> bool:
         part.plain
         and softmax.softcap is None
         and part.keys.device.type == "cpu"
-        and part.keys.dtype == torch.bfloat16
+        and query.dtype == part.keys.dtype == torch.bfloat16
         and query.shape[2] == 1
         and part.keys.shape[-1] == part.values.shape[-1]
         and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")

@@ -100,7 +100,7 @@ def joint(
     for part, score in zip(parts, scores, strict=True):
         # In place: from here on the scores (m, g * t, s) are weights, which the mass below reads again.
         score.sub_(_of(shift, part.owner)[..., None]).exp_()
-        share, sums = score.sum(-1), _mix(score, part.values, part.shared)
+        share, sums = score.sum(-1), _mix(score, part.values, part.shared, exact=query.dtype == torch.float32)
         if part.owner is not None and part.lift is None:
             total.index_add_(0, part.owner, share)
             out.index_add_(0, part.owner, sums)
@@ -168,19 +168,19 @@ def _product(rows: Tensor, keys: Tensor, out: Tensor) -> None:
         out.copy_(torch.bmm(rows, keys.transpose(1, 2)))
 
 
-def _mix(weights: Tensor, values: Tensor, shared: Tensor | None = None) -> Tensor:
-    """(m, g * t, r) float32: values (m', s, r) weighted with (m, g * t, s) float32."""
+def _mix(weights: Tensor, values: Tensor, shared: Tensor | None = None, *, exact: bool) -> Tensor:
+    """(m, g * t, r) float32: values (m', s, r) weighted with (m, g * t, s) float32, which `exact` does not round."""
     if shared is not None:
         # The c kv heads that share a lane of values: their weights (m', c, g * t, s) as c * g * t rows of one product.
-        together = _mix(weights[shared].flatten(1, 2), values).unflatten(1, (shared.shape[1], -1))
+        together = _mix(weights[shared].flatten(1, 2), values, exact=exact).unflatten(1, (shared.shape[1], -1))
         out = weights.new_empty((*weights.shape[:2], values.shape[-1]))
         out[shared] = together
         return out
     if values.dtype == torch.float32:
         return torch.bmm(weights, values)
-    if values.dtype != torch.float16 or values.device.type != "cpu":
+    if not exact and (values.dtype != torch.float16 or values.device.type != "cpu"):
         return torch.bmm(weights.to(values.dtype), values).float()
-    # torch has no fast float16 matrix product on the CPU: 4 to 16 times slower than widening first.
+    # Nor has torch a fast float16 matrix product on the CPU: 4 to 16 times slower than widening first.
     out = weights.new_zeros((values.shape[0], weights.shape[1], values.shape[2]))
     for (lane, last), (slot, end), wide in _widened(values):
         out[lane:last].baddbmm_(weights[lane:last, :, slot:end], wide)

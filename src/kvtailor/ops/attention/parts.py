@@ -50,7 +50,9 @@ def read_all(
     weight: Tensor | None = None,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Read:
-    """Attention of the new tokens over every slot of every part, on the cache's dtype with a float32 softmax.
+    """Attention of the new tokens over every slot of every part, with a float32 softmax.
+
+    Computed in the wider dtype of query and cache: a query in float32 is not rounded for keys of 16 bits.
 
     Args:
         query: (b, q, t, d), any dtype.
@@ -96,7 +98,9 @@ def _prompt(
     device = query.device
     h, n = layout.heads, layout.size
     keys, values = (states.unflatten(0, (b, h)) for states in (reading.keys, reading.values))
-    cast = query.to(keys.dtype)
+    # torch's kernels want one dtype; what is held is widened for as long as the call takes.
+    wide = torch.promote_types(query.dtype, keys.dtype)
+    cast, keys, values = query.to(wide), keys.to(wide), values.to(wide)
     columns = layout.columns(device)
 
     def sees(first: int, end: int) -> Tensor:
@@ -194,7 +198,7 @@ def _as_stored(
     if together:
         found.append(jointly.attend_parts(grouped, together, scaling=scaling, softcap=softmax.softcap))
     if rest:
-        found.append(joint(grouped.to(rest[0].keys.dtype), rest, scaling, softmax=softmax)[:2])
+        found.append(joint(grouped, rest, scaling, softmax=softmax)[:2])
     # The sinks are one part more, which is no part's own.
     out, lse = dispatch.merged(found, softmax.sink_rows(b, h))
     if weight is None:
@@ -306,7 +310,7 @@ def read_lanes(
     sinks, softcap = softmax.sink_rows(b, heads), softmax.softcap
     if not lanes:
         return _by_heads(query, *dispatch.merged(found, sinks))
-    grouped = query.reshape(b * heads, q // heads, t, d).to(lanes[0].keys.dtype)
+    grouped = query.reshape(b * heads, q // heads, t, d)
     if weight is None and all(part.lift is None and part.shared is None and part.more_keys is None for part in lanes):
         sides = [(Whole(states=part.keys), Whole(states=part.values)) for part in lanes]
         chosen = [dispatch.coded_attention(grouped, *each, caps=softcap is not None) for each in sides]

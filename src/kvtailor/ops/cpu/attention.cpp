@@ -978,6 +978,9 @@ int32_t kvtailor_joins_maps() { return 1; }
 // Whether maps may pick channels: a library from older sources has no such function.
 int32_t kvtailor_picks() { return 1; }
 
+// Whether a step reads `given`: a library from older sources has no such function.
+int32_t kvtailor_given() { return 1; }
+
 // Whether sides may have magnitudes: a library from older sources has no such function.
 int32_t kvtailor_magnitudes() { return 1; }
 

@@ -186,6 +186,7 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("position_lane", "count", "rows", "heads", "group")),
         *((name, ctypes.c_int64) for name in ("size", "value_size", "kind", "threads", "widest", "slot", "column")),
         *((name, ctypes.c_void_p) for name in ("pages", "tokens_read")),
+        ("given", ctypes.c_int64),
     ]
 
 

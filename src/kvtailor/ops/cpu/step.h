@@ -23,8 +23,8 @@ struct Ends {
 
 // Mirrored field by field in library.py. Strides are in bytes, but for that of positions.
 struct Step {
-  const char *query, *key, *value;  // (b, q, 1, d), (b, h, 1, d), (b, h, 1, dv), of the type `kind`
-  char* out;                        // (b, 1, q, dv), of the type `kind`
+  const char *query, *key, *value;  // (b, q, 1, d), (b, h, 1, d), (b, h, 1, dv), of the type `given`
+  char* out;                        // (b, 1, q, dv), of the type `given`
   Call* const* parts;               // in time order; the last is the tail, whose lane i belongs to owner i
   char *tail_keys, *tail_values;
   int32_t* positions;  // (b * h, slots) of the tail; null: its columns are consecutive
@@ -46,6 +46,7 @@ struct Step {
   // In the end, so that a library from older sources does not miss them.
   Pages* pages;          // the best of which are read, and all of what has none: `parts` is one call, over these; or null
   int64_t* tokens_read;  // (b * h), where pages are chosen
+  int64_t given;         // `kind`, that of the tail, or FLOAT32 above a tail of 16 bits
 };
 
 // Disjoint parts that were read one by one. Mirrored field by field in library.py.
@@ -73,15 +74,20 @@ void write(int64_t kind, const float* from, int64_t size, char* to) {
   else write_as<F16>(from, size, to);
 }
 
+// A state of the new token, as the tail holds it.
+void keep(const Step& step, const char* from, int64_t size, char* to) {
+  if (step.given == step.kind) memcpy(to, from, (size_t)(size * (step.kind == FLOAT32 ? 4 : 2)));
+  else write(step.kind, (const float*)from, size, to);
+}
+
 SMALL_CODE void join_tail(const Step& step) {
-  const int64_t element = step.kind == FLOAT32 ? 4 : 2;
   for (int64_t b = 0; b < step.rows; b++)
     for (int64_t h = 0; h < step.heads; h++) {
       const int64_t lane = b * step.heads + h;
-      memcpy(step.tail_keys + lane * step.tail_key_lane + step.slot * step.tail_key_slot,
-             step.key + b * step.key_row + h * step.key_head, (size_t)(step.size * element));
-      memcpy(step.tail_values + lane * step.tail_value_lane + step.slot * step.tail_value_slot,
-             step.value + b * step.value_row + h * step.value_head, (size_t)(step.value_size * element));
+      keep(step, step.key + b * step.key_row + h * step.key_head, step.size,
+           step.tail_keys + lane * step.tail_key_lane + step.slot * step.tail_key_slot);
+      keep(step, step.value + b * step.value_row + h * step.value_head, step.value_size,
+           step.tail_values + lane * step.tail_value_lane + step.slot * step.tail_value_slot);
       if (step.positions) step.positions[lane * step.position_lane + step.slot] = (int32_t)step.column;
     }
 }
@@ -90,7 +96,7 @@ SMALL_CODE void widen_queries(const Step& step) {
   const int64_t heads = step.heads * step.group;
   for (int64_t b = 0; b < step.rows; b++)
     for (int64_t q = 0; q < heads; q++)
-      widen(step.kind, step.query + b * step.query_row + q * step.query_head, step.size,
+      widen(step.given, step.query + b * step.query_row + q * step.query_head, step.size,
             step.asked + (b * heads + q) * step.size);
 }
 
@@ -253,12 +259,12 @@ SMALL_CODE int32_t take(Step& step) {
   join_tail(step);
   widen_queries(step);
   if (const int32_t wrong = step.pages ? read_best_pages(step) : read_parts(step)) return wrong;
-  const int64_t element = step.kind == FLOAT32 ? 4 : 2, queries = step.rows * step.heads * step.group;
+  const int64_t element = step.given == FLOAT32 ? 4 : 2, queries = step.rows * step.heads * step.group;
   for (int64_t row = 0; row < queries; row++) {
     const float* sink = step.sinks ? step.sinks + row % (step.heads * step.group) : nullptr;
     float* lse = step.lse ? step.lse + row : nullptr;
     const float* from = over_parts(step.parts, step.count, step.value_size, row, sink, step.merged, lse);
-    write(step.kind, from, step.value_size, step.out + row * step.value_size * element);
+    write(step.given, from, step.value_size, step.out + row * step.value_size * element);
   }
   for (int64_t i = 0; step.lse && i < step.count; i++)
     if (const int32_t wrong = add_mass(step, i)) return wrong;

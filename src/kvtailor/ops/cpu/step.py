@@ -53,6 +53,8 @@ class TokenStep:
         mass: what the slots receive is wanted as well.
         using: the variant.
         pages: of which each token reads the best; None: it reads everything.
+        given: float32 where queries, new keys and values, and the output are in it, and the tail is not; None: they are
+            as the tail.
         ends: the tail, which is all there is, drops the oldest token behind its first ones with each that joins. Where
             these are turned to be read, they are a part of their own. Who calls says by how much, in `ends`.
 
@@ -77,11 +79,12 @@ class TokenStep:
         using: Library,
         pages: BestPages | None = None,
         ends: Ends | None = None,
+        given: torch.dtype | None = None,
     ):
         layout = parts[-1].layout
         rows, heads, size, value_size = layout.rows, layout.heads, keys.shape[-1], values.shape[-1]
         group = query_heads // heads
-        self.dtype, self._using, self._owners, self._group = keys.dtype, using, rows * heads, group
+        self.dtype, self._using, self._owners, self._group = given or keys.dtype, using, rows * heads, group
         self.key_shape, self.value_shape = (rows, heads, 1, size), (rows, heads, 1, value_size)
         self.query_shape, self._out_shape = (rows, query_heads, 1, size), (rows, 1, query_heads, value_size)
         self.scaling, self.softcap, self.threads = scaling, softcap, torch.get_num_threads()
@@ -114,6 +117,7 @@ class TokenStep:
             size=size,
             value_size=value_size,
             kind=DTYPES[keys.dtype],
+            given=DTYPES[self.dtype],
             threads=1 if using.parallel_for is None else self.threads,
             widest=max(self._widest),
             pages=None if self._pages is None else ctypes.addressof(self._pages.choice),
@@ -128,16 +132,20 @@ class TokenStep:
         self._lay_out()
 
     @staticmethod
-    def unsuited(parts: Sequence[Segment], *, mass: bool, pages: BestPages | None = None) -> str | None:
+    def unsuited(
+        parts: Sequence[Segment], *, mass: bool, pages: BestPages | None = None, given: torch.dtype | None = None
+    ) -> str | None:
         """Return why these parts cannot be read so, a clause; None where they can.
 
         Args:
-            parts, pages: see `TokenStep`.
+            parts, pages, given: see `TokenStep`.
             mass: whether what the slots receive is wanted as well.
         """
         used = library()
         if used is None or not all(map(used.has, _NEEDED)):
             return "no C++ kernels of these sources were built"
+        if given is not None and not used.has("kvtailor_given"):
+            return "the C++ kernels were built from sources that knew one dtype for queries and tail: build them again"
         for part in parts:
             own = stored_sides(part)
             if own is None:

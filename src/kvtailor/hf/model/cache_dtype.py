@@ -1,0 +1,35 @@
+"""In which dtype a cache holds what a model in float32 makes: the model's own, or 16 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvtailor.errors import ArgumentError
+
+__all__ = ["stored_dtype"]
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def stored_dtype(model: Any, asked: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype in which a cache of a model holds keys and values, where it is another than the model's.
+
+    Args:
+        model: of transformers.
+        asked: what the caller wants; None: the model's own.
+
+    Raises:
+        ArgumentError: a cache of this model cannot hold what was asked for.
+    """
+    own: torch.dtype = getattr(model, "dtype", torch.float32)
+    if asked is None or asked is own:
+        return None
+    if own is torch.float32 and asked in _HALVES:
+        return asked
+    halves = " or ".join(str(each).removeprefix("torch.") for each in _HALVES)
+    raise ArgumentError(
+        f"asked for a cache in {str(asked).removeprefix('torch.')} of a model in {str(own).removeprefix('torch.')}: a "
+        f"cache holds the model's own dtype, or {halves} where that is float32"
+    )
