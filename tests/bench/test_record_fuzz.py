@@ -108,7 +108,7 @@ def test_what_cannot_be_read_names_its_file_and_line(records, tmp_path) -> None:
     with pytest.raises(NoRecords, match="nowhere, which is not there"):
         read_records(tmp_path / "nowhere")
     file.write_bytes(b"\xff\xfe\n")
-    with pytest.raises(RecordError, match="records-1.jsonl' is no text in UTF-8: 'utf-8'"):
+    with pytest.raises(RecordError, match="records-1.jsonl, which is no text in UTF-8: 'utf-8'"):
         read_records(tmp_path)
     line = records[0].to_json()
     for broken, message in (

@@ -141,8 +141,8 @@ def test_what_comes_after_the_context_stays_unless_the_plan_has_a_slack() -> Non
     model = build("llama")
     ids, _ = prompts((60,))
     question = prompts((20,), state=5)[0]
-    published = kvtailor.prefill(model, ids, plan="kvzip @ tokens=20")
-    bounded = kvtailor.prefill(model, ids, plan="kvzip @ tokens=20, slack=4")
+    published = kvtailor.prefill(model, ids, plan="kvzip + uniform @ tokens=20")
+    bounded = kvtailor.prefill(model, ids, plan="kvzip + uniform @ tokens=20, slack=4")
     kept = held_columns(published)
     for cache in (published, bounded):
         assert cache.held().double().mean() == 20

@@ -315,7 +315,7 @@ class _Followed:
     """What stands for a layer of our cache where products are followed."""
 
     def __init__(self, notes: _Notes, keys: Tensor, values: Tensor):
-        self._notes, self.arriving, self.dtype = notes, (keys, values), keys.dtype
+        self._notes, self.arriving, self.model_dtype = notes, (keys, values), keys.dtype
 
     def attend_products(self, query: Tensor, mask: Any, scaling: float) -> Tensor:
         """Notes that an attention came to its end; nothing is computed."""
