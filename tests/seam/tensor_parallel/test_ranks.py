@@ -31,7 +31,7 @@ FEW = [
     "tova + adakv @ tokens=40",
     "snapkv(window=8) + chunks(heads=all) @ tokens=40",
     "h2o + adakv @ tokens=40, slack=4",
-    plan_of("kvzip_pooled"),
+    plan_of("kvzip"),
     plan_of("orthogonal_int4"),
     plan_of("streaming"),
 ]
