@@ -13,9 +13,11 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from kvtailor.bench.measure.statistics import Estimate
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.rows import Row
 from kvtailor.bench.report.suite.ranking import Ranking, Score, rank
+from kvtailor.bench.report.tables.grid import interval
 from kvtailor.bench.schema import latest, read_records
 from kvtailor.bench.suite.suite import read_suite
 
@@ -33,9 +35,10 @@ START = {
 }
 """What README recommends, by what a reader wants."""
 ALSO = (
-    "| an eighth | `fit`, above | 12.5 % | no plan without a search was shown to be safe on either | |",
+    "| an eighth | `fit`, above | 12.5 % | no plan that was measured is safe on either;"
+    " `fit` was not tried on them | |",
     "| questions that come later | codes, or `kvtailor.read(model, tokenizer, text, plan=plan)` | |"
-    " [which plans](docs/how-to/ask-later.md) | |",
+    " not measured on them: [which plans](docs/how-to/ask-later.md) | |",
     "| endless decoding | `streamingllm @ tokens=1024` | fixed | forgets the middle;"
     " [beyond memory](docs/how-to/beyond-memory.md) | |",
 )
@@ -120,10 +123,14 @@ def _score(scores: Mapping[str, Score] | None) -> str:
     """Nats a token of novels over 'full' with their interval, and the share of needles that were found."""
     if not scores or (loss := scores.get("novels, ΔNLL")) is None:
         return "-"
-    value, low, high = loss.difference.value, loss.difference.low, loss.difference.high
-    told = f"{value:+.3f}" + (f" ({low:+.3f} to {high:+.3f})" if low is not None and high is not None else "")
+    told = _told(loss.difference)
     hits = scores.get("needle, points")
     return f"{told}; {100 * hits.mean:.0f} %" if hits else told
+
+
+def _told(loss: Estimate) -> str:
+    ends = interval((loss.low, loss.high), 3, signed=True)
+    return f"{loss.value:+.3f}" + (f" ({ends})" if ends else "")
 
 
 def _bytes(rows: list[Row | None]) -> str:
@@ -135,10 +142,9 @@ def _lost(row: Row | None, *, ends: bool) -> str:
     """Nats a token over 'full' with the upper end or both, and the answers that were right."""
     if row is None or row.loss is None:
         return "-"
-    value, low, high = row.loss.value, row.loss.low, row.loss.high
-    told = f"{value:+.3f}"
-    if high is not None and low is not None:
-        told += f" ({low:+.3f} to {high:+.3f})" if ends else f", at most {high:.3f}"
+    told, high = _told(row.loss), row.loss.high
+    if not ends:
+        told = f"{row.loss.value:+.3f}" + ("" if high is None else f", at most {high:.3f}")
     return f"{told}; {row.hits} of {row.answers}" if row.answers else told
 
 
