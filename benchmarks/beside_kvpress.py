@@ -84,17 +84,31 @@ PAIRS = (
     Pair(f"AdaKVPress({_SNAP})", "snapkv(kernel=5) + adakv", _SHARE),
     Pair("AdaKVPress(ExpectedAttentionPress(C, epsilon=0.02))", "expected_attention"),
     Pair(f"CriticalAdaKVPress({_SNAP})", "critical(of=snapkv(kernel=5)) + adakv", _SHARE),
-    Pair("PyramidKVPress(C, window_size=32)", "snapkv(kernel=5) + pyramid",
-         "its line has the window inside, ours adds it"),
-    Pair(f"ChunkKVPress({_SNAP}, chunk_length=20)", "snapkv(kernel=5) + chunks(size=20, heads=all)",
-         "there the window lifts the chunks that it touches, and the count is not exact"),
-    Pair(f"EntropyGatedChunkKVPress({_SNAP})", "snapkv(kernel=5) + gatedchunks(size=10, heads=all)",
-         "there the window lifts the chunks that it touches"),
-)  # fmt: skip
+    Pair(
+        "PyramidKVPress(C, window_size=32)",
+        "snapkv(kernel=5) + pyramid",
+        "its line has the window inside, ours adds it",
+    ),
+    Pair(
+        f"ChunkKVPress({_SNAP}, chunk_length=20)",
+        "snapkv(kernel=5) + chunks(size=20, heads=all)",
+        "there the window lifts the chunks that it touches, and the count is not exact",
+    ),
+    Pair(
+        f"EntropyGatedChunkKVPress({_SNAP})",
+        "snapkv(kernel=5) + gatedchunks(size=10, heads=all)",
+        "there the window lifts the chunks that it touches",
+    ),
+)
 OUTSIDE = (
-    "kvzip + uniform", "snapkv", "snapkv + adakv", "snapkv + pyramid", "h2o(recent=128)", "kivi(bits=4)",
+    "kvzip + uniform",
+    "snapkv",
+    "snapkv + adakv",
+    "snapkv + pyramid",
+    "h2o(recent=128)",
+    "kivi(bits=4)",
     "kivi(bits=2)",
-)  # fmt: skip
+)
 """Plans of ours without a press, on the same tokens."""
 
 
@@ -268,11 +282,21 @@ def write(out: Path, args: argparse.Namespace) -> None:
 
     about = {name: json.loads((out / f"{name}.json").read_text(encoding="utf-8")) for name in ("theirs", "ours")}
     record = {
-        "model": given["model"], "weights": given["weights"], "dtype": "float32", "kept": KEPT,
-        "windows": len(given["windows"]), "context": CONTEXT, "continuation": CONTINUATION, "texts": given["texts"],
-        "hash": given["hash"], "needles": len(given["needles"]), "document": DOCUMENT, "versions": about,
-        "theirs": side("theirs"), "ours": side("ours"),
-    }  # fmt: skip
+        "model": given["model"],
+        "weights": given["weights"],
+        "dtype": "float32",
+        "kept": KEPT,
+        "windows": len(given["windows"]),
+        "context": CONTEXT,
+        "continuation": CONTINUATION,
+        "texts": given["texts"],
+        "hash": given["hash"],
+        "needles": len(given["needles"]),
+        "document": DOCUMENT,
+        "versions": about,
+        "theirs": side("theirs"),
+        "ours": side("ours"),
+    }
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import kvtailor
+from kvtailor.bench.stages import Progress
 from kvtailor.errors import ArgumentError, KvtailorError, UnknownName
-from kvtailor.fitting.progress import Progress
 from kvtailor.hf.model.loading import new_model
 from kvtailor.plan.calls import _hints, check_call
 

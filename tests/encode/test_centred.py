@@ -149,10 +149,12 @@ def test_without_a_constant_it_is_the_inner_codec() -> None:
         ("turboquant3", "hadamard(of=gaussian(bits=3), signs=0)"),
         ("turboquant2", "hadamard(of=gaussian(bits=2), signs=0)"),
         ("quarot4", "hadamard(of=vector(bits=4, symmetric=false))"),
-        ("sides(keys=turboquant4, values=quarot4)", "sides(keys=hadamard(of=gaussian(bits=4), signs=0), "
-         "values=hadamard(of=vector(bits=4, symmetric=false)))"),
+        (
+            "sides(keys=turboquant4, values=quarot4)",
+            "sides(keys=hadamard(of=gaussian(bits=4), signs=0), values=hadamard(of=vector(bits=4, symmetric=false)))",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_preset_is_what_was_published_where_keys_have_no_bias(preset: str, published: str) -> None:
     """The same segments, bytes, short way and bits of logits."""
     model, (ids, mask) = build("llama"), prompts((150, 133))

@@ -169,10 +169,15 @@ def _measure(
             with console.status(f"loading {model}"):
                 subject = Subject.load(model, dtype=given["dtype"], device=given["device"])
             found = check_model(
-                subject, text, plans=[str(read_plan(plan))] if plan else [], context=tokens,
-                margin=given["margin"] or MARGIN, out=out, again=given["again"],
+                subject,
+                text,
+                plans=[str(read_plan(plan))] if plan else [],
+                context=tokens,
+                margin=given["margin"] or MARGIN,
+                out=out,
+                again=given["again"],
                 progress=TerminalProgress(console, out, "A check"),
-            )  # fmt: skip
+            )
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(str(found))

@@ -1,16 +1,11 @@
-"""How far a fit is: what it tells whoever wants to know."""
+"""How long the rest of a fit takes."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from kvtailor.bench.schema import Record
-
-__all__ = ["Progress", "Silent", "TimeLeft"]
+__all__ = ["TimeLeft"]
 
 _KNOWN = 0.05
 """A step that takes less of the pace than this was not measured now: its record was there."""
@@ -20,50 +15,12 @@ _ENOUGH = 10.0
 """Units after which the pace is that of this run and no longer that of the one step that was timed before it."""
 
 
-class Progress(Protocol):
-    """What a fit tells of how far it is."""
-
-    def expect(self, stages: Mapping[str, int], seconds: float | None) -> None:
-        """Take what comes, before the first stage: the most steps of each, in units of a plan on one piece.
-
-        Args:
-            stages: in their order; some of them may be left out later.
-            seconds: that a unit takes here, as it was timed; None: not known.
-        """
-
-    def tell(self, sentence: str) -> None:
-        """Take a sentence for whoever waits, such as the best plan so far."""
-
-    def stage(self, name: str, steps: int) -> Any:
-        """Return a context around a stage of at most so many steps; it gives the function to call after each."""
-
-    def finish(self, record: Record) -> None:
-        """A record is there."""
-
-
-class Silent:
-    """Tells nothing."""
-
-    def expect(self, stages: Mapping[str, int], seconds: float | None) -> None:
-        """Nothing."""
-
-    def tell(self, sentence: str) -> None:
-        """Nothing."""
-
-    @contextmanager
-    def stage(self, name: str, steps: int) -> Iterator[Callable[[str], None]]:
-        yield lambda label: None
-
-    def finish(self, record: Record) -> None:
-        """Nothing."""
-
-
 @dataclass
 class TimeLeft:
     """How long the rest of a fit takes, at the pace of its newest steps.
 
     Attributes:
-        stages: to come, each with its units, see `Progress.expect`.
+        stages: to come, each with its units, see `bench.stages.Progress.expect`.
         seconds: of a unit, as it was timed before the first; None: not known.
     """
 

@@ -22,6 +22,7 @@ from kvtailor.bench.resources import CellResources
 from kvtailor.bench.runner import plan_run
 from kvtailor.bench.runner import run as run_bench
 from kvtailor.bench.schema import Record
+from kvtailor.bench.stages import Progress
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks.contract import Task
 from kvtailor.cluster.contract import Executor
@@ -42,7 +43,6 @@ from kvtailor.fitting.layers.layer_map import (
 from kvtailor.fitting.material import Material
 from kvtailor.fitting.measuring import CalibratedHere, Measured, Measurer, quiet
 from kvtailor.fitting.pieces import TEXT
-from kvtailor.fitting.progress import Progress
 from kvtailor.fitting.question import Question
 from kvtailor.fitting.result import Fit, FrontPoint, marked, short_plan
 from kvtailor.fitting.sizing import Sizer

@@ -32,10 +32,14 @@ def test_no_answer_depends_on_the_question_before() -> None:
     (sample,) = task.samples(given, [])
     together = task.score(given, contestant("cut"), sample, lambda: None)
     alone = [
-        task.score(given, contestant("cut"), type(sample)(data=[asked[place : place + 1] for asked in sample.data]),
-                   lambda: None)
+        task.score(
+            given,
+            contestant("cut"),
+            type(sample)(data=[asked[place : place + 1] for asked in sample.data]),
+            lambda: None,
+        )
         for place in range(3)
-    ]  # fmt: skip
+    ]
     for place in range(3):
         assert alone[place].metrics["accuracy"] == together.metrics[f"accuracy_{place}"]
     nll = [[each.values["nll"][number] for each in alone] for number in range(2)]

@@ -99,9 +99,16 @@ def lengths(layout: Layout, lane: int) -> int:
 def read(query: Tensor, own: StoredSides, library: Library, **how: Any) -> tuple[Tensor, Tensor]:
     layout = own.layout
     found = attend_coded(
-        own.asked(query), own.keys, own.values, scaling=SCALING, owner=layout.owner, lengths=layout.lengths,
-        offset=(own.offsetting, query), using=library, **how,
-    )  # fmt: skip
+        own.asked(query),
+        own.keys,
+        own.values,
+        scaling=SCALING,
+        owner=layout.owner,
+        lengths=layout.lengths,
+        offset=(own.offsetting, query),
+        using=library,
+        **how,
+    )
     return own.given(*found, query, SCALING)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from kvtailor.bench.safety.plans import Candidate, candidates_of, length_of
 from kvtailor.bench.safety.result import ModelCheck
 from kvtailor.bench.safety.verdict import HARMFUL, Verdict, judged
 from kvtailor.bench.schema import Record
+from kvtailor.bench.stages import Progress, Silent
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import Task
 from kvtailor.errors import ArgumentError, KvtailorError
@@ -31,7 +31,7 @@ from kvtailor.hf.model.geometry import Geometry
 from kvtailor.plan import Plan
 from kvtailor.plan.calls import check_call
 
-__all__ = ["MARGIN", "Progress", "check_model"]
+__all__ = ["MARGIN", "check_model"]
 
 MARGIN = 0.01
 """Nats a token that a safe plan loses at most: 1 % of perplexity, a half of what the bench counts as no loss."""
@@ -41,34 +41,6 @@ _SIZE = 512
 _DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 # Beyond the documents of every --state of the bench (10,000 each), and before its generated texts.
 _DOCUMENTS = 499_000
-
-
-class Progress(Protocol):
-    """What a check tells while it runs."""
-
-    def expect(self, stages: Mapping[str, int], seconds: float | None) -> None:
-        """Say the most steps of each stage, and the seconds that a step takes."""
-
-    @contextmanager
-    def stage(self, name: str, steps: int) -> Iterator[Callable[[str], None]]:
-        """Give what is called after each step with its label."""
-
-    def finish(self, record: Record) -> None:
-        """Take a record."""
-
-
-class Silent:
-    """Tells nothing."""
-
-    def expect(self, stages: Mapping[str, int], seconds: float | None) -> None:
-        """Nothing."""
-
-    @contextmanager
-    def stage(self, name: str, steps: int) -> Iterator[Callable[[str], None]]:
-        yield lambda label: None
-
-    def finish(self, record: Record) -> None:
-        """Nothing."""
 
 
 @check_call
@@ -140,40 +112,63 @@ def check_model(
     shape = key_shape(subject, subject.prompt(parts[0].text)[: sum(size)])
     verdicts = tuple(_filled(each, found[each.contestant.hash], shape, geometry) for each in candidates)
     return ModelCheck(
-        model=subject.name, dtype=str(subject.dtype).removeprefix("torch."), text=parts[0].source.rpartition(",")[0],
-        context=size[0], continuation=size[1], margin=margin, length=length_of(subject),
-        facts=tuple(_heads(geometry) + shape.facts()), verdicts=verdicts, without=without, records=tuple(records),
-        out=check.out, unanswered=check.unanswered,
-    )  # fmt: skip
+        model=subject.name,
+        dtype=str(subject.dtype).removeprefix("torch."),
+        text=parts[0].source.rpartition(",")[0],
+        context=size[0],
+        continuation=size[1],
+        margin=margin,
+        length=length_of(subject),
+        facts=tuple(_heads(geometry) + shape.facts()),
+        verdicts=verdicts,
+        without=without,
+        records=tuple(records),
+        out=check.out,
+        unanswered=check.unanswered,
+    )
 
 
 class _Check:
     """A check while it runs: its subject, its plans, and what has been measured."""
 
     def __init__(
-        self, subject: Subject, candidates: Sequence[Candidate], parts: tuple[Text, Text], size: tuple[int, int],
-        margin: float, out: Path | None, again: bool, progress: Progress,
-    ):  # fmt: skip
+        self,
+        subject: Subject,
+        candidates: Sequence[Candidate],
+        parts: tuple[Text, Text],
+        size: tuple[int, int],
+        margin: float,
+        out: Path | None,
+        again: bool,
+        progress: Progress,
+    ):
         self.subject, self.candidates, self.margin = subject, candidates, margin
         self.out, self.again, self.progress = out, again, progress
         self.tasks = [
             make_task(
-                "perplexity", {"context": size[0], "continuation": size[1], "windows": count}, subject, data=None,
+                "perplexity",
+                {"context": size[0], "continuation": size[1], "windows": count},
+                subject,
+                data=None,
                 text=part,
             )
             for part, count in zip(parts, WINDOWS, strict=True)
-        ]  # fmt: skip
+        ]
         self.questions = [
             make_task(
                 "needle",
                 {
-                    "lengths": [size[0]], "depths": list(_DEPTHS), "documents": 1, "question_outside": outside,
+                    "lengths": [size[0]],
+                    "depths": list(_DEPTHS),
+                    "documents": 1,
+                    "question_outside": outside,
                     "state": _DOCUMENTS,
                 },
-                subject, data=None,
+                subject,
+                data=None,
             )
             for outside in (False, True)
-        ]  # fmt: skip
+        ]
         self.size, self.unanswered = size, ""
 
     def run(self) -> list[Record]:
@@ -210,9 +205,15 @@ class _Check:
     def _stage(self, name: str, tasks: Sequence[Task], contestants: Sequence[Contestant]) -> list[Record]:
         with self.progress.stage(name, plan_run(tasks, contestants)[1]) as advance:
             return run(
-                self.subject, contestants, tasks, out=self.out, advance=advance, finish=self.progress.finish,
-                bandwidth=False, resume=not self.again,
-            )  # fmt: skip
+                self.subject,
+                contestants,
+                tasks,
+                out=self.out,
+                advance=advance,
+                finish=self.progress.finish,
+                bandwidth=False,
+                resume=not self.again,
+            )
 
     @torch.inference_mode()
     def _seconds(self, plans: int) -> float | None:

@@ -13,7 +13,7 @@ from kvtailor.bench.subject import Subject
 from kvtailor.encode.contract import Codec, CodecContext
 from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.model.geometry import Geometry
-from kvtailor.hf.model.key_bias import harmed_by_key_bias, key_bias_bits
+from kvtailor.hf.model.key_bias import bits_taken, harmed_by_key_bias, key_bias_bits
 from kvtailor.hf.model.modules import modules_by_layer, rotation_of
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.plan import Plan
@@ -93,8 +93,7 @@ def key_shape(subject: Subject, ids: Tensor) -> KeyShape:
         heads = heads[:, _FIRST:]
         middle = heads.mean(1, keepdim=True)
         spread = (heads - middle).square().mean(1)
-        ratio = middle[:, 0].square().sum(-1) / spread.sum(-1).clamp_min(1e-30)
-        constant[layer] = 0.5 * math.log2(1 + float(ratio.max()))
+        constant[layer] = bits_taken(middle[:, 0].square().sum(-1), spread.sum(-1))
         channels = spread.sqrt()
         outliers[layer] = float((channels.amax(-1) / channels.median(-1).values.clamp_min(1e-15)).max())
     return KeyShape(bias_bits=key_bias_bits(subject.model, geometry), constant_bits=constant, outliers=outliers)

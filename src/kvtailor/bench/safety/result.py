@@ -219,6 +219,10 @@ def _filled(line: str, hang: int = 2) -> list[str]:
     """A line in as many as a terminal needs; blanks that align columns stay."""
     lead = len(line) - len(line.lstrip(" "))
     return textwrap.wrap(
-        line.lstrip(" "), _COLUMNS, initial_indent=" " * lead, subsequent_indent=" " * hang, break_long_words=False,
+        line.lstrip(" "),
+        _COLUMNS,
+        initial_indent=" " * lead,
+        subsequent_indent=" " * hang,
+        break_long_words=False,
         break_on_hyphens=False,
-    )  # fmt: skip
+    )

@@ -28,7 +28,7 @@ from kvtailor.bench.data.synthetic.hidden_facts import needle_fact
 from kvtailor.bench.measure.cache_fields import weigh
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks.contract import Demand, PlanByPlan, Sample, Scored
-from kvtailor.bench.tasks.needle import code_document
+from kvtailor.bench.tasks.needle import code_document, feed_answer
 from kvtailor.bench.tasks.settings import CONTEXT, STATE, Metric, Option, setting
 from kvtailor.errors import ArgumentError, KvtailorError
 
@@ -81,9 +81,7 @@ class Ask(PlanByPlan):
         return self.documents
 
     def demand(self) -> Demand:
-        return Demand(
-            prompts={self.length: self.documents}, decoded=self.documents * self.questions * self.generates
-        )
+        return Demand(prompts={self.length: self.documents}, decoded=self.documents * self.questions * self.generates)
 
     def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
         if subject.positions is not None and self.length + self.generates > subject.positions:
@@ -106,9 +104,7 @@ class Ask(PlanByPlan):
             data=coded,
         )
 
-    def score(
-        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
-    ) -> Scored:  # fmt: skip
+    def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
         hits: list[list[bool]] = []
         nll: list[list[float]] = []
         weights: list[Mapping[str, Any]] = []
@@ -149,9 +145,13 @@ class Ask(PlanByPlan):
         facts = [needle_fact(source) for _ in range(self.questions)]
         try:
             document = make_document(
-                "needle", state=state, split=_SPLIT, length=self.length - subject.start().numel(),
-                count_tokens=subject.count, distractors=self.questions - 1,
-            )  # fmt: skip
+                "needle",
+                state=state,
+                split=_SPLIT,
+                length=self.length - subject.start().numel(),
+                count_tokens=subject.count,
+                distractors=self.questions - 1,
+            )
         except ValueError as error:
             raise KvtailorError(str(error)) from error
         lost = [fact.sentence for fact in facts if fact.sentence not in document.context]
@@ -169,12 +169,6 @@ def _answers(
     weight, found = weigh(read), []
     for _, question, answer in asked:
         logits, cache = subject.forward(question[None], copy.deepcopy(read), last_only=True)
-        hit, nats = True, 0.0
-        for index, target in enumerate(answer.tolist()):
-            scores = logits[0, -1].float().log_softmax(-1)
-            hit &= int(scores.argmax()) == target
-            nats -= float(scores[target])
-            if index + 1 < answer.numel():
-                logits, cache = subject.forward(answer[None, index : index + 1], cache, last_only=True)
+        hit, nats, _ = feed_answer(subject, logits, cache, answer)
         found.append((hit, nats / int(answer.numel())))
     return found, weight

@@ -30,7 +30,7 @@ from kvtailor.bench.tasks.contract import Demand, PlanByPlan, Sample, Scored
 from kvtailor.bench.tasks.settings import CONTEXT, DOCUMENT_KINDS, STATE, STATES_APART, Metric, Option, setting
 from kvtailor.errors import ArgumentError, KvtailorError
 
-__all__ = ["Answer", "Needle", "answer_document", "code_document"]
+__all__ = ["Answer", "Needle", "answer_document", "code_document", "feed_answer"]
 
 _LONG_ANSWERS = {"tool_call": 96}
 _LONGER = 4
@@ -232,6 +232,25 @@ class Needle(PlanByPlan):
         return grid
 
 
+def feed_answer(subject: Subject, logits: Tensor, cache: Any, answer: Tensor) -> tuple[bool, float, Any]:
+    """Return whether greedy decoding gives an answer (a,), the nats of all its tokens, and the cache that read it.
+
+    Args:
+        subject: the model.
+        logits: (1, 1, V) after the question.
+        cache: with what was read; the right answer is fed token by token, its last one left out.
+        answer: its tokens.
+    """
+    hit, nats = True, 0.0
+    for index, target in enumerate(answer.tolist()):
+        scores = logits[0, -1].float().log_softmax(-1)
+        hit &= int(scores.argmax()) == target
+        nats -= float(scores[target])
+        if index + 1 < answer.numel():
+            logits, cache = subject.forward(answer[None, index : index + 1], cache, last_only=True)
+    return hit, nats, cache
+
+
 @torch.inference_mode()
 def answer_document(
     subject: Subject,
@@ -250,13 +269,7 @@ def answer_document(
             answer did not come.
     """
     logits, cache, weight = _read(subject, contestant, context, question, outside=question_outside)
-    hit, nats = True, 0.0
-    for index, target in enumerate(answer.tolist()):
-        scores = logits[0, -1].float().log_softmax(-1)
-        hit &= int(scores.argmax()) == target
-        nats -= float(scores[target])
-        if index + 1 < answer.numel():
-            logits, cache = subject.forward(answer[None, index : index + 1], cache, last_only=True)
+    hit, nats, cache = feed_answer(subject, logits, cache, answer)
     reading = {"tokens_read": tokens_read(cache)} if weight else {}
     recall = float(hit)
     if not hit and len(parts) > 1:

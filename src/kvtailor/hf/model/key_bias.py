@@ -32,6 +32,7 @@ from kvtailor.types import KeyOffset, Rotation
 
 __all__ = [
     "INSTEAD",
+    "bits_taken",
     "harmed_by_key_bias",
     "has_key_bias",
     "key_bias_bits",
@@ -98,6 +99,16 @@ def key_bias_bits(model: Any, geometry: Geometry) -> dict[int, float]:
             if bits is not None:
                 found[layer] = bits
     return found
+
+
+def bits_taken(constant: Tensor, spread: Tensor) -> float:
+    """Return the bits of a key's codes that a constant takes, of the kv head where they are most.
+
+    Args:
+        constant: (h,) its square in each kv head.
+        spread: (h,) mean square of what keys differ by.
+    """
+    return 0.5 * math.log2(1 + float((constant / spread.clamp_min(1e-30)).max()))
 
 
 def harmed_by_key_bias(
@@ -220,8 +231,7 @@ def _bits_of(model: Any, module: nn.Module, kind: str | None) -> float | None:
     if found is None:
         return None
     constant, spread = found
-    ratio = constant.square().sum(-1) / spread.clamp_min(1e-30)
-    bits = 0.5 * math.log2(1 + float(ratio.max())) if constant.any() else 0.0
+    bits = bits_taken(constant.square().sum(-1), spread)
     _known[module] = (now, bits)
     return bits
 
@@ -359,8 +369,7 @@ def _bits_of_folder(
         bias, weight, scale = (_read(files[each], each) for each in (*wanted, f"{names[norm]}.weight"))
         heads = geometry.shapes[layer].kv_heads
         spread = (weight * scale).square().view(heads, -1).sum(-1)
-        ratio = bias.square().view(heads, -1).sum(-1) / spread.clamp_min(1e-30)
-        found[layer] = 0.5 * math.log2(1 + float(ratio.max()))
+        found[layer] = bits_taken(bias.square().view(heads, -1).sum(-1), spread)
     return found
 
 
