@@ -27,6 +27,22 @@ def test_a_plan_that_loses_and_still_works_is_not_called_broken():
     assert "streaming loses most here: perplexity 8.41 against 7.61." in found.sentence
 
 
+def test_the_worst_of_those_shown_is_not_called_the_worst_where_another_lost_more():
+    quiet, noisy = plan("streaming", around(0.1, 0.05), size=300), plan("noisy", around(0.2, 3.0), size=300)
+    found = advice(FULL, plan("kivi4", around(0.002, 0.01)), quiet, noisy)
+    assert "of the plans that are shown to lose, streaming loses most: perplexity 8.41 against 7.61." in found.sentence
+    assert "loses most here" not in found.sentence
+    milder = plan("milder", around(0.05, 3.0), size=300)
+    assert "streaming loses most here" in advice(FULL, plan("kivi4", around(0.002, 0.01)), quiet, milder).sentence
+
+
+def test_whoever_lost_most_answers_is_named_by_them_whatever_may_have_been_lost_on_text():
+    answers = needles("full", [1] * 60), needles("noisy", [1] * 48 + [0] * 12), needles("forgets", [1] * 40 + [0] * 20)
+    forgets, noisy = plan("forgets", around(0.001, 0.01)), plan("noisy", around(0.5, 9.0), size=280)
+    found = advice(FULL, forgets, noisy, *answers)
+    assert "; forgets loses most here: 40 of 60 answers right ('full': 60)." in found.sentence
+
+
 def test_a_plan_that_is_broken_in_answers_alone_is_told_by_them():
     answers = needles("full", [1] * 60), needles("kivi4", [1] * 60), needles("streaming", [0] * 57 + [1] * 3)
     found = advice(FULL, plan("kivi4", around(0.0, 0.01)), plan("streaming", around(0.001, 0.01), size=100), *answers)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtailor.bench.measure.equivalence import Margins
+from kvtailor.bench.measure.equivalence import Margins, Outcome
 from kvtailor.bench.report.rows import Row
 from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
 from kvtailor.bench.report.verdict.judged import Judged, fell
@@ -129,17 +129,42 @@ def _kept(best: Judged) -> str:
 
 
 def _harmful(judged: Sequence[Judged]) -> str:
-    """The plans that are shown to lose more than the margin, the worst with its numbers; empty where there is none."""
-    worst = sorted((each for each in judged if each.worse), key=lambda each: (_is_broken(each), *_harm(each)))[::-1]
+    """The plans that are shown to lose more than the margin, the worst with its numbers; empty where there is none.
+
+    A plan whose loss is larger and not shown is not named; the words then say that the worst is one of those shown.
+    """
+    worst = sorted((each for each in judged if each.worse), key=lambda each: (_is_broken(each), _shown(each)))[::-1]
     if not worst:
         return ""
     first, broken = worst[0], [each.row.label for each in worst[1:] if _is_broken(each)]
-    told = f"{first.row.label} {'is broken here' if _is_broken(first) else 'loses most here'}: {_numbers(first)}"
-    return told + (f" ({_listed(broken)} too)" if broken else "")
+    if _is_broken(first):
+        said = f"{first.row.label} is broken here"
+    elif any(_exceeds(each, first) for each in judged):
+        said = f"of the plans that are shown to lose, {first.row.label} loses most"
+    else:
+        said = f"{first.row.label} loses most here"
+    return f"{said}: {_numbers(first)}" + (f" ({_listed(broken)} too)" if broken else "")
 
 
-def _harm(judged: Judged) -> tuple[float, float]:
-    return judged.drop(NATS), judged.drop(POINTS)
+def _shown(judged: Judged) -> tuple[float, float, float]:
+    """The largest losses that are shown to be above the margin: nats, points, share of a score on its own scale."""
+    return _largest([each for each in judged.scores if each[3].above])
+
+
+def _exceeds(judged: Judged, worst: Judged) -> bool:
+    """Whether a plan lost more, shown or not, in what the numbers of the worst are told in."""
+    told, lost = _shown(worst), _largest(judged.scores)
+    return next((theirs > ours for ours, theirs in zip(told, lost, strict=True) if ours > 0), False)
+
+
+def _largest(scores: Sequence[tuple[Measure, Score, Score, Outcome]]) -> tuple[float, float, float]:
+    found = {NATS: 0.0, POINTS: 0.0, "": 0.0}
+    for measure, ours, full, _ in scores:
+        if ours.losses is not None:
+            unit = measure.difference_unit if measure.difference_unit in (NATS, POINTS) else ""
+            share = ours.losses.mean if unit else ours.losses.mean / abs(full.value or 1.0)
+            found[unit] = max(found[unit], share)
+    return found[NATS], found[POINTS], found[""]
 
 
 def _is_broken(judged: Judged) -> bool:
