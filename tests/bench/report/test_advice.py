@@ -43,6 +43,14 @@ def test_whoever_lost_most_answers_is_named_by_them_whatever_may_have_been_lost_
     assert "; forgets loses most here: 40 of 60 answers right ('full': 60)." in found.sentence
 
 
+def test_the_first_sentence_is_short_however_many_plans_are_undecided():
+    plans = [plan(f"hadamard(of=gaussian(bits={bits}), signs=0)", around(0.0, 0.6)) for bits in range(2, 13)]
+    said = advice(FULL, *plans).sentence
+    first, _, rest = said.partition(". ")
+    assert first.endswith(" and 8 more are undecided") and first.count("hadamard") == 3 and len(first) < 180
+    assert rest == "Their loss is not shown to be less than 0.02 nats per token, nor to be more."
+
+
 def test_a_plan_that_is_broken_in_answers_alone_is_told_by_them():
     answers = needles("full", [1] * 60), needles("kivi4", [1] * 60), needles("streaming", [0] * 57 + [1] * 3)
     found = advice(FULL, plan("kivi4", around(0.0, 0.01)), plan("streaming", around(0.001, 0.01), size=100), *answers)
@@ -66,7 +74,10 @@ def test_answers_that_are_too_few_are_said_to_be_and_hide_no_text():
 @pytest.mark.parametrize("middle", [-0.01, 0.0, 0.012])
 def test_an_interval_that_contains_0_recommends_nothing_and_accuses_nobody(middle):
     found = advice(FULL, plan("noisy", around(middle, 0.6)))
-    assert found.sentence.startswith("Use none of these plans yet: whether noisy loses less than 0.02 nats per token")
+    assert found.sentence == (
+        "Use none of these plans yet: noisy is undecided. Its loss is not shown to be less than 0.02 nats per token, "
+        "nor to be more."
+    )
     assert "broken" not in found.sentence and "loses most" not in found.sentence
     assert f"{middle:+.3f}" not in found.sentence
     assert found.next.startswith("the same command with --windows ")

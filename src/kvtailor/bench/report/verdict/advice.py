@@ -80,11 +80,10 @@ def advise(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins, m
         )
     more = _more(undecided)
     names = _listed([each.row.label for each in undecided])
+    are, their = ("is", "Its") if len(undecided) == 1 else ("are", "Their")
     sentence = (
-        f"Use none of these plans yet: whether {names} lose{'s' if len(undecided) == 1 else ''} less than {limit} "
-    )
-    sentence += (
-        "is not shown, nor that they lose more" if len(undecided) > 1 else "is not shown, nor that it loses more"
+        f"Use none of these plans yet: {names} {are} undecided. {their} loss is not shown to be less than {limit}, "
+        "nor to be more"
     )
     return Advice(
         sentence=f"{sentence}{'; ' + harmful if harmful else ''}.",
