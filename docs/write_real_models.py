@@ -108,12 +108,12 @@ def _field(rankings: Mapping[str, Ranking]) -> Iterator[str]:
     heads = [f"{name}, {100 * budget:g} %" for name in rankings for budget in budgets]
     yield f"| plan | {' | '.join(heads)} |"
     yield "|---|" + "---|" * len(heads)
-    scores = {
-        (name, budget, place.label): place.scores
-        for name, ranking in rankings.items()
-        for budget in budgets
-        for place in ranking.at(budget)
-    }
+    scores: dict[tuple[str, float, str], Mapping[str, Score]] = {}
+    for name, ranking in rankings.items():
+        for budget in budgets:
+            for place in ranking.at(budget):
+                # Of several plans of one name at a budget the first, which has most bytes.
+                scores.setdefault((name, budget, place.label), place.scores)
     for label in dict.fromkeys(label for _, _, label in scores):
         cells = [_score(scores.get((name, budget, label))) for name in rankings for budget in budgets]
         yield f"| {label} | {' | '.join(cells)} |"

@@ -36,6 +36,16 @@ def test_another_number_in_a_record_is_another_page():
     assert SCRIPT["written"](page, models, {}) != page
 
 
+def test_of_two_plans_of_one_name_at_a_budget_the_table_has_the_one_with_most_bytes():
+    """One that was meant for an eighth and holds a little more stands at a quarter, beside the one cut to that."""
+    [name, ranking] = list(SCRIPT["read_rankings"]().items())[1]
+    both = [each for each in ranking.at(0.25) if each.label == "snapkv, kernel 21 + adakv"]
+    assert len(both) == 2 and both[0].share > 0.24 > 0.14 > both[1].share, "other records: take another plan"
+    page = SCRIPT["written"]("<!-- real models: field -->\n<!-- /real models -->", {}, {name: ranking})
+    row = next(line for line in page.splitlines() if line.startswith("| snapkv, kernel 21 + adakv |"))
+    assert f"{both[0].scores['novels, ΔNLL'].difference.value:+.3f}" in row
+
+
 def test_every_plan_to_start_from_was_measured_on_every_model():
     for name, rows in SCRIPT["read"]().items():
         for plan in SCRIPT["START"].values():
