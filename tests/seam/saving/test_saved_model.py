@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import kvtailor
+from kvtailor.encode.composed.centred import CentredSegment
 from kvtailor.errors import CacheFileError, CacheMisuse
 from kvtailor.hf.model.fingerprint import weight_fingerprint
+from kvtailor.hf.model.loading import new_model
 from kvtailor.hf.versions import hand_cache
 from tests.seam.saving.test_saving import continued, saved
 from tests.support.seam.zoo import FAMILIES, build, configs, prompts
@@ -89,6 +91,23 @@ def test_another_model_of_the_same_shape_is_refused(change: str, tmp_path) -> No
     apply(other)
     with pytest.raises(CacheFileError, match=f"cache.safetensors.*another model.*{sentence}"):
         kvtailor.load_cache(other, path)
+
+
+def test_centred_codes_are_refused_by_a_model_with_another_key_bias(tmp_path) -> None:
+    """The file has the codes of keys without their constant, and not the constant: that is read from the model."""
+    path = tmp_path / "cache.safetensors"
+    sizes = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    made = new_model("qwen2", **sizes, num_attention_heads=4, num_key_value_heads=2).eval()
+    with torch.no_grad():
+        made.model.layers[0].self_attn.k_proj.bias.fill_(3.0)
+    cache = kvtailor.prefill(made, torch.arange(40)[None] + 3, plan="centred(of=vector(bits=4))")
+    assert isinstance(cache.engine.states[0].stored.segments[0], CentredSegment)
+    cache.save(path)
+    assert kvtailor.load_cache(made, path).seen == 40
+    with torch.no_grad():
+        made.model.layers[0].self_attn.k_proj.bias[5] = 3.5
+    with pytest.raises(CacheFileError, match="another model.*weights"):
+        kvtailor.load_cache(made, path)
 
 
 def test_another_rope_theta_is_refused(tmp_path) -> None:

@@ -8,6 +8,8 @@ for it, and reading adds it again.
 *Source* kvtailor's own. The constant is found by asking each attention module what its keys are for no input.
 *Departs* Nothing known. A key is its constant and the rest whatever the constant is, so a wrong one costs precision
 and no correctness. Where a model has no such bias, or its attention cannot be asked, the codec is the inner one.
+A saved cache has the codes and not the constant, which is the model's: biases are among the parameters whose
+fingerprint `load_cache` compares, so a model with another bias is refused.
 *Cost* Nothing in memory. 4 operations for each channel of a key when it is encoded. On a CPU the codes are read as they
 lie, and a decoded token multiplies each query head with some 24 numbers a token more (docs/kernels.md, decision 0032);
 on a GPU what is stored is decoded at every step.
