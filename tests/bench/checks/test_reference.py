@@ -123,8 +123,14 @@ def scores(subject, contestant, windows):
     return [score_window(subject, contestant, each.context, each.targets)[0] for each in windows]
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(("dtype", "up"), [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")])
-def test_the_truth_is_that_of_the_whole_model_in_the_finer_dtype_and_leaves_nothing_behind(dtype, up):
+def test_the_truth_is_that_of_the_whole_model_in_the_finer_dtype_and_leaves_nothing_behind(
+    dtype, up, at_once, monkeypatch
+):
+    from kvtailor.bench.checks import reference as module
+
+    monkeypatch.setattr(module, "free_bytes", lambda device: 1 << 40 if at_once else 1 << 26)
     subject = Subject.load("demo", dtype=dtype)
     windows = TASK.cut(subject)[:2]
 
@@ -146,7 +152,11 @@ def test_the_truth_is_that_of_the_whole_model_in_the_finer_dtype_and_leaves_noth
         assert float((a - b.double()).abs().max()) < (1e-12 if up == "float64" else 1e-5)
 
 
-def test_weights_are_put_back_when_the_forward_fails(half):
+@pytest.mark.parametrize("free", [1 << 40, 1 << 26])
+def test_weights_are_put_back_when_the_forward_fails(half, free, monkeypatch):
+    from kvtailor.bench.checks import reference as module
+
+    monkeypatch.setattr(module, "free_bytes", lambda device: free)
     before = [each.data_ptr() for each in half.model.parameters()]
     with pytest.raises(ZeroDivisionError), finer(half):
         handle = half.model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: 1 / 0)

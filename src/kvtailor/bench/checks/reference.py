@@ -45,6 +45,8 @@ _BIASED = 0.125
 _NEGLIGIBLE = 1e-4
 """Nats in the mean token that no number of a report shows."""
 _TINY = 1e-12
+_AT_ONCE = 1 / 8
+"""Share of the free memory that the weights may take in the finer dtype, all at once."""
 
 Score = Callable[[Contestant], Sequence[Tensor]]
 
@@ -208,8 +210,8 @@ def _lean(errors: Sequence[Tensor]) -> float:
 def finer(subject: Subject) -> Iterator[torch.dtype]:
     """Compute in float32 what is in half precision, and in float64 what is in float32, within this context.
 
-    The weights stay as they are, bit for bit. Those of a layer are made finer while it runs, all others for the whole
-    time; what was there is put back, whatever happens.
+    The weights stay as they are, bit for bit. All are made finer for the whole time where that takes an eighth of the
+    free memory at most; otherwise those of a layer while it runs. What was there is put back, whatever happens.
 
     Raises:
         KvtailorError: processes share the model, its weights are quantised or elsewhere, or memory is short.
@@ -223,14 +225,15 @@ def finer(subject: Subject) -> Iterator[torch.dtype]:
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or type(parameter.data) is not Tensor or parameter.device.type == "meta":
             raise KvtailorError(f"{name} is quantised, shared or elsewhere")
-    layers = _layers(model)
+    free = free_bytes(subject.device)
+    whole = dtype.itemsize * sum(each.numel() for each in _tensors(model))
+    layers = [] if free is not None and whole <= free * _AT_ONCE else _layers(model)
     of_layers = {id(each) for layer in layers for each in _tensors(layer)}
     outside = [each for each in _tensors(model) if id(each) not in of_layers]
     needs = dtype.itemsize * (
         sum(each.numel() for each in outside)
         + max((sum(each.numel() for each in _tensors(layer)) for layer in layers), default=0)
     )
-    free = free_bytes(subject.device)
     if free is not None and needs > free / 2:
         raise KvtailorError(f"in {dtype} its largest layer and what is in none take {needs} bytes, and {free} are free")
     stock = subject.stock_attention

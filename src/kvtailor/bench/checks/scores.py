@@ -19,6 +19,8 @@ _SAME_IN_HALF = (0.5, 0.02)
 """The same where nothing says what rounding does to a model: a bfloat16 logit of 20 has steps of 1/8."""
 _WORTH_A_LOOK = (0.5, 0.05)
 """Of a plan at its whole budget in half precision: an honest one may be beyond it, and is then held to the truth."""
+_CLEARLY_OFF = (2.0, 0.2)
+"""The same of a plan that was right in a finer dtype, by the same code: several times what rounding gives."""
 _ENOUGH = 512
 """Tokens that are held to the truth."""
 _UNTRUE = ": no number of this run can be trusted; please report it with the model's name"
@@ -126,6 +128,7 @@ def check_whole_budget(
     dtype: torch.dtype,
     what: str,
     closer: Callable[[], tuple[Tensor, Reference]],
+    finely: bool = False,
 ) -> None:
     """A plan that may keep everything gives what 'full' gives.
 
@@ -137,12 +140,15 @@ def check_whole_budget(
         what: name of the text.
         closer: scores of more tokens under what was tried, and what they are held to; asked where the first ones are
             not near enough.
+        finely: it gave what 'full' gives in a finer dtype.
 
     Raises:
         Fraud: "whole budget".
     """
     sizes = (ours - full).abs()
     worst, mean = _WORTH_A_LOOK if dtype.itemsize <= 2 else (_SAME[0], _SAME[0])
+    if finely:
+        worst, mean = _CLEARLY_OFF
     if float(sizes.max()) <= worst and float(sizes.mean()) <= mean:
         return
     scores, held = closer()

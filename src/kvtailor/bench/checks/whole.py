@@ -67,8 +67,7 @@ class WholeBudgets:
             ours = self._score(whole, self._few)
         except (KvtailorError, ValueError) as error:
             return (f"Its whole budget could not be tried as {whole.text}: {error}",)
-        if self._subject.dtype.itemsize <= 2:
-            self._try_finely(contestant, whole)
+        finely = self._subject.dtype.itemsize <= 2 and self._try_finely(contestant, whole)
         checks.check_whole_budget(
             contestant.label,
             str(whole.text),
@@ -77,14 +76,18 @@ class WholeBudgets:
             self._subject.dtype,
             self._what,
             lambda: (self._score(whole, self._many), self._held()),
+            finely,
         )
         return ()
 
-    def _try_finely(self, contestant: Contestant, whole: Contestant) -> None:
-        """The same in a finer dtype, since the noise of half precision hides a plan that loses some of its tokens.
+    def _try_finely(self, contestant: Contestant, whole: Contestant) -> bool:
+        """Whether it is right in a finer dtype, since the noise of half precision hides a plan that loses some tokens.
 
-        Where that is not to be had (of a calibration for these very weights, say) nothing is said: the plan is held to
-        'full' in the model's own dtype in any case.
+        False where that is not to be had (of a calibration for these very weights, say): the plan is held to 'full' in
+        the model's own dtype in any case.
+
+        Raises:
+            Fraud: "whole budget", where it is not right.
         """
         try:
             with finer(self._subject) as dtype:
@@ -92,9 +95,10 @@ class WholeBudgets:
                     self._finely_of_full = self._score(self._full, self._few)
                 ours = self._score(whole, self._few)
         except (KvtailorError, ValueError, NotImplementedError, RuntimeError):
-            return
+            return False
         sides = f"'full' and plan {contestant.label!r}, tried as {str(whole.text)!r}, which drops nothing,"
         checks.check_finely("whole budget", sides, [ours], [self._finely_of_full], dtype, self._what)
+        return True
 
     def _held(self) -> Reference:
         """What plans that are not near enough are held to, computed once."""
