@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs")]
 
 from bibliography import Paper, bibliography  # noqa: E402
+from write_real_models import of_plan  # noqa: E402
 
 from kvtailor.plan import Plan, registry  # noqa: E402
 from kvtailor.plan.arguments import samples_of  # noqa: E402
@@ -125,7 +126,9 @@ def _index(stages: Mapping[str, list[registry.MethodInfo]], papers: tuple[Paper,
     needs = typing.get_type_hints(vars(registry.contract("score"))["needs"].fget)["return"]
     yield "\n".join(f"- {name}: {_prose(meaning)}" for name, meaning in _attributes(needs).items()) + "\n"
     yield "## Presets\n"
-    yield "Each line is the preset with the budget that is suggested to begin with, written out.\n"
+    yield "Each line is the preset with the budget that is suggested to begin with, written out; then what it lost on"
+    yield "real models, in nats a token of novels over the whole cache, at whatever budgets were measured: a prompt of"
+    yield "1,024 tokens in the [records](../records/README.md), with 95 % intervals.\n"
     for preset in registry.presets().values():
         line = str(Plan.parse(f"{preset.name} @ {preset.budget}" if preset.budget else preset.name))
         where = preset.paper.partition(",")[2].strip()
@@ -133,6 +136,8 @@ def _index(stages: Mapping[str, list[registry.MethodInfo]], papers: tuple[Paper,
         yield f"- **{preset.name}**: `{line}`"
         yield f"  - {' '.join(preset.note.split())}"
         yield f"  - Paper: {source or 'none'}. Suggested budget: {f'`{preset.budget}`' if preset.budget else 'none'}."
+        measured = of_plan(Plan.parse(f"{preset.name} @ {preset.budget}" if preset.budget else preset.name))
+        yield f"  - {' '.join(measured) or 'Not measured on a real model.'}"
     yield ""
 
 

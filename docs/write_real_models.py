@@ -1,28 +1,35 @@
-"""Writes what plans lose on real models into README.md and docs/measured.md, from the records in docs/records alone.
+"""Writes what plans lose on real models into README.md and pages of docs/, from the records in docs/records alone.
 
     python docs/write_real_models.py
 
 What stands between `<!-- real models: NAME -->` and `<!-- /real models -->` is made anew: NAME is `start` for the plans
 of README, `all` for every plan that was measured under its own name, `field` for those of the suite `field`, which cuts
-each plan to the same bytes. A plan that a model has no records of is a dash there.
+each plan to the same bytes. A plan that a model has no records of is a dash there. In docs/verdicts.md `the run` is
+what was asked of each model, and `of PLAN` a line for each model of a row of the suite, with what is the other way
+round in the numbers of the embedded model on the same page.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
-from kvtailor.bench.measure.statistics import Estimate
+from kvtailor.bench.measure.statistics import Estimate, wilson
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.rows import Row
-from kvtailor.bench.report.suite.ranking import Ranking, Score, rank
+from kvtailor.bench.report.suite.ranking import Place, Ranking, Score, rank
 from kvtailor.bench.report.tables.grid import interval
 from kvtailor.bench.schema import latest, read_records
 from kvtailor.bench.suite.suite import read_suite
+from kvtailor.errors import PlanError
+from kvtailor.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "measured.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "measured.md", ROOT / "docs" / "verdicts.md")
 MODELS = {"SmolLM2-135M": "smollm2-135m", "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0.5b"}
 """The folder of records in docs/records of each model."""
 START = {
@@ -43,7 +50,33 @@ ALSO = (
     " [beyond memory](docs/how-to/beyond-memory.md) | |",
 )
 """What README says below them."""
-_BLOCK = re.compile(r"(<!-- real models: (start|all|field) -->\n).*?(<!-- /real models -->)", re.DOTALL)
+NOVELS, NEEDLES = "novels, ΔNLL", "needle, points"
+ASKED = {NEEDLES: "needles", "multi-key, points": "keys"}
+"""Columns of the suite whose right answers are told, and what one asks for; `NOVELS` is told as nats."""
+_BLOCK = re.compile(
+    r"(<!-- real models: (start|all|field|the run|of (.+?)) -->\n).*?(<!-- /real models -->)", re.DOTALL
+)
+_EMBEDDED = re.compile(r"<!-- measured: ([^/]+?) -->\n(.*?)<!-- /measured -->", re.DOTALL)
+BUDGETS = (0.5, 0.25, 0.125, 0.0625)
+_WIDTH = 118
+_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one plan lost, on a real model or on the embedded one.
+
+    Attributes:
+        share: of the uncompressed bytes.
+        group: the budget that it was cut to, among whose plans it is ranked; "codes" where nothing is evicted; "none".
+        loss: nats a token of novels over 'full'.
+        answers: shares of right answers, by what was asked; on the embedded model `NEEDLES` are all kinds together.
+    """
+
+    share: float
+    group: float | str
+    loss: Estimate | None
+    answers: Mapping[str, Estimate]
 
 
 def written(page: str, models: Mapping[str, Mapping[str, Row]], rankings: Mapping[str, Ranking]) -> str:
@@ -56,10 +89,39 @@ def written(page: str, models: Mapping[str, Mapping[str, Row]], rankings: Mappin
     """
 
     def block(hit: re.Match[str]) -> str:
-        lines = _field(rankings) if hit[2] == "field" else _start(models) if hit[2] == "start" else _all(models)
-        return f"{hit[1]}{chr(10).join(lines)}\n{hit[3]}"
+        made: dict[str, Callable[[], Iterator[str]]] = {
+            "start": lambda: _start(models),
+            "all": lambda: _all(models),
+            "field": lambda: _field(rankings),
+            "the run": lambda: _run(models, rankings),
+        }
+        lines = made[hit[2]]() if hit[3] is None else _verdict(hit[3], _embedded(page), models, rankings)
+        return f"{hit[1]}{chr(10).join(lines)}\n{hit[4]}"
 
     return _BLOCK.sub(block, page)
+
+
+@cache
+def of_plan(plan: Plan) -> tuple[str, ...]:
+    """Return a sentence for each real model on which a plan was measured, at whatever budgets; none where it was not.
+
+    Args:
+        plan: of whatever budget.
+    """
+    models, rankings = _published()
+    wanted = _methods(plan)
+    found = []
+    for model in models:
+        every = _on(model, models, rankings)
+        text = next((text for text in every if _methods_of(text) == wanted), None)
+        if text is not None:
+            found.append(f"{model}: {'; '.join(_told_at(each) for each in every[text])}.")
+    return tuple(found)
+
+
+@cache
+def _published() -> tuple[dict[str, dict[str, Row]], dict[str, Ranking]]:
+    return read(), read_rankings()
 
 
 def read(records: Path = ROOT / "docs" / "records") -> dict[str, dict[str, Row]]:
@@ -126,6 +188,196 @@ def _score(scores: Mapping[str, Score] | None) -> str:
     told = _told(loss.difference)
     hits = scores.get("needle, points")
     return f"{told}; {100 * hits.mean:.0f} %" if hits else told
+
+
+def _run(models: Mapping[str, Mapping[str, Row]], rankings: Mapping[str, Ranking]) -> Iterator[str]:
+    for model in models:
+        told = [f"novels {models[model]['full'].nll:.3f} nats"]
+        for column in rankings[model].columns if model in rankings else ():
+            if column.label in ASKED and column.full is not None:
+                silent = ", which therefore say nothing" if column.silent else ""
+                told.append(f"{_answered(column.full, ASKED[column.label])}{silent}")
+        yield from _bullet(f"{model}, `full`: {', '.join(told)}.")
+
+
+def _verdict(
+    name: str,
+    embedded: Mapping[str, Sequence[Measured]],
+    models: Mapping[str, Mapping[str, Row]],
+    rankings: Mapping[str, Ranking],
+) -> Iterator[str]:
+    every = {model: _by_label(rankings[model], models[model]) for model in models if model in rankings}
+    if not any(name in found for found in every.values()):
+        yield "Not measured on a real model."
+        return
+    for model, found in every.items():
+        if name not in found:
+            yield f"- {model}: not measured."
+            continue
+        told = f"{model}: {'; '.join(_told_at(each) for each in found[name])}."
+        otherwise = "; ".join(_otherwise(name, found, embedded))
+        otherwise = (
+            f" Shown here, and the other way round by the embedded model's means: {otherwise}." if otherwise else ""
+        )
+        yield from _bullet(told + otherwise)
+
+
+def _otherwise(
+    name: str, found: Mapping[str, Sequence[Measured]], embedded: Mapping[str, Sequence[Measured]]
+) -> Iterator[str]:
+    """Clauses on the plans whose order is shown on a real model, and is another one by the embedded model's means."""
+    for group in dict.fromkeys(each.group for each in found[name] if each.group != "none"):
+        ours, there = _at(found[name], group), _at(embedded.get(name, ()), group)
+        if ours is None or there is None:
+            continue
+        less, more, finds, misses = [], [], [], []
+        for other in found:
+            theirs, that = _at(found[other], group), _at(embedded.get(other, ()), group)
+            if other == name or theirs is None or that is None:
+                continue
+            order, was = _order(ours.loss, theirs.loss), _means(there.loss, that.loss)
+            (less if order < 0 else more).extend([other] * (order * was < 0))
+            order, was = (
+                of(each.answers.get(NEEDLES), another.answers.get(NEEDLES))
+                for of, each, another in ((_order, ours, theirs), (_means, there, that))
+            )
+            (finds if order > 0 else misses).extend([other] * (order * was < 0))
+        told = [("loses less on novels than", less), ("loses more on novels than", more),
+                ("finds more needles than", finds), ("finds fewer needles than", misses)]  # fmt: skip
+        said = [f"{words} {_listed(others)}" for words, others in told if others]
+        if said:
+            where = "among codes" if group == "codes" else f"at {100 * float(group):g} %"
+            yield f"{where} it {' and '.join(said)}"
+
+
+def _order(one: Estimate | None, other: Estimate | None) -> int:
+    """-1 where the first is shown to be less, 1 where it is shown to be more: their intervals do not meet."""
+    if one is None or other is None or None in (one.low, one.high, other.low, other.high):
+        return 0
+    return (one.low > other.high) - (one.high < other.low)
+
+
+def _means(one: Estimate | None, other: Estimate | None) -> int:
+    return 0 if one is None or other is None else (one.value > other.value) - (one.value < other.value)
+
+
+def _at(plans: Sequence[Measured], group: float | str) -> Measured | None:
+    """Of several of one budget the one with most bytes."""
+    return max((each for each in plans if each.group == group), key=lambda each: each.share, default=None)
+
+
+def _by_label(ranking: Ranking, rows: Mapping[str, Row]) -> dict[str, list[Measured]]:
+    """What a model's records say of each row of the suite: as it was cut to its bytes, or as it was measured alone."""
+    found: dict[str, list[Measured]] = {}
+    for place in sorted(ranking.places, key=lambda each: -(each.share or 0)):
+        if place.scores and place.share is not None:
+            found.setdefault(place.label, []).append(_of_place(ranking, place))
+    alone: dict[Plan | None, list[Measured]] = {}
+    for text, row in rows.items():
+        if not row.is_full and row.loss is not None:
+            alone.setdefault(_methods_of(text.partition(" @ ")[0]), []).append(_of_row(row))
+    return {label: alone[plan] for label, plan in suite_rows().items() if plan in alone} | found
+
+
+@cache
+def suite_rows() -> dict[str, Plan | None]:
+    """Return the plan of each row of the suite as it is today, without its budget."""
+    tables = read_suite("field").tables_for("demo")
+    return {row.labels[0]: _methods_of(row.cells[0].plan.partition(" @ ")[0]) for table in tables for row in table.rows}
+
+
+def _on(
+    model: str, models: Mapping[str, Mapping[str, Row]], rankings: Mapping[str, Ranking]
+) -> dict[str, list[Measured]]:
+    """What a model's records say of each plan, by its text without a budget."""
+    found: dict[str, list[Measured]] = {}
+    for place in sorted(rankings[model].places if model in rankings else (), key=lambda each: -(each.share or 0)):
+        if place.scores and place.share is not None:
+            found.setdefault(place.plan.partition(" @ ")[0], []).append(_of_place(rankings[model], place))
+    for text, row in models[model].items():
+        if not row.is_full and row.loss is not None:
+            found.setdefault(text.partition(" @ ")[0], []).append(_of_row(row))
+    return found
+
+
+def _of_place(ranking: Ranking, place: Place) -> Measured:
+    counts = {column.label: column.full.count for column in ranking.columns if column.full and not column.silent}
+    assert place.share is not None
+    return Measured(
+        share=place.share,
+        group="none" if place.budget is None else place.budget,
+        loss=place.scores[NOVELS].difference if NOVELS in place.scores else None,
+        answers={
+            label: wilson(place.scores[label].mean * counts[label], counts[label])
+            for label in ASKED
+            if label in place.scores and label in counts
+        },
+    )
+
+
+def _of_row(row: Row) -> Measured:
+    answers = {} if row.accuracy is None else {NEEDLES: row.accuracy}
+    group = "none" if " @ " in row.label else "codes"
+    return Measured(share=row.ratio or 1.0, group=group, loss=row.loss, answers=answers)
+
+
+def _embedded(page: str) -> dict[str, list[Measured]]:
+    """What a page says of each plan on the embedded model."""
+    found: dict[str, list[Measured]] = {}
+    for name, body in _EMBEDDED.findall(page):
+        for line in " ".join(body.split()).split("- ")[1:]:
+            share = re.match(r"([\d.]+) % of the bytes", line)
+            loss = re.search(r"novels (\S+) \((\S+) to (\S+)\)", line)
+            right = re.search(r"answers together (\d+) % right", line)
+            if share is None or loss is None:
+                continue
+            held = float(share[1]) / 100
+            codes = f"\n### {name}\n" in page.partition("\n## Codes, nothing evicted\n")[2].partition("\n## ")[0]
+            group = "codes" if codes else min((b for b in BUDGETS if held <= 1.02 * b), default="none")
+            made = Measured(
+                share=held,
+                group=group,
+                loss=Estimate(*map(float, loss.groups()), 0),
+                answers={} if right is None else {NEEDLES: Estimate(float(right[1]) / 100, None, None, 0)},
+            )
+            found.setdefault(name, []).append(made)
+    return found
+
+
+def _methods(plan: Plan) -> Plan:
+    return replace(plan, tokens=None, keep=0.5, bytes=None) if plan.evicts else plan
+
+
+@cache
+def _methods_of(text: str) -> Plan | None:
+    """The plan of a text without its budget; None where this kvtailor does not have it."""
+    for written in (text, f"{text} @ keep=0.5"):
+        try:
+            return _methods(Plan.parse(written))
+        except PlanError:
+            continue
+    return None
+
+
+def _told_at(each: Measured) -> str:
+    told = [] if each.loss is None else [f"novels {_told(each.loss)}"]
+    told += [_answered(each.answers[label], of) for label, of in ASKED.items() if label in each.answers]
+    return f"{100 * each.share:.1f} % of the bytes, {', '.join(told)}"
+
+
+def _answered(right: Estimate, of: str) -> str:
+    ends = interval([None if end is None else 100 * end for end in (right.low, right.high)], 0)
+    return f"{round(right.value * right.count)} of {right.count} {of} ({ends} %)"
+
+
+def _listed(names: Sequence[str]) -> str:
+    quoted = [f"`{name}`" for name in names]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(quoted[:_NAMED]) + more
+
+
+def _bullet(text: str) -> list[str]:
+    return textwrap.wrap(f"- {text}", _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _told(loss: Estimate) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import runpy
 import shutil
 from dataclasses import replace
@@ -13,8 +14,10 @@ from tests.docs.test_site import REPOSITORY
 
 from kvtailor.bench.schema import read_records
 from kvtailor.cli import main
+from kvtailor.plan import Plan
 
 SCRIPT = runpy.run_path(str(REPOSITORY / "docs" / "write_real_models.py"))
+VERDICTS = runpy.run_path(str(REPOSITORY / "docs" / "write_verdicts.py"))
 PUBLISH = runpy.run_path(str(REPOSITORY / "docs" / "publish_records.py"))["publish"]
 RECORDS = REPOSITORY / "docs" / "records"
 FOLDERS = sorted(each.name for each in RECORDS.iterdir() if each.is_dir())
@@ -44,6 +47,54 @@ def test_of_two_plans_of_one_name_at_a_budget_the_table_has_the_one_with_most_by
     page = SCRIPT["written"]("<!-- real models: field -->\n<!-- /real models -->", {}, {name: ranking})
     row = next(line for line in page.splitlines() if line.startswith("| snapkv, kernel 21 + adakv |"))
     assert f"{both[0].scores['novels, ΔNLL'].difference.value:+.3f}" in row
+
+
+def test_every_verdict_has_its_lines_of_real_models():
+    page = VERDICTS["PAGE"].read_text(encoding="utf-8")
+    for name in VERDICTS["names_in"](page):
+        [lines] = re.findall(
+            rf"<!-- real models: of {re.escape(name)} -->\n(.*?)<!-- /real models -->", page, re.DOTALL
+        )
+        told = [f"- {model}: " in lines for model in SCRIPT["MODELS"]]
+        assert all(told) or lines == "Not measured on a real model.\n", name
+    assert not any(each for each in _orders(page, both=True)), "the page says that no such order is shown on both"
+    assert "finds more needles than `streaming`" in " ".join(page.split()) and len(_orders(page, both=False)) > 5
+
+
+def _orders(page, *, both):
+    """Pairs of plans whose order a real model shows, and the embedded model shows or has by its means the other way."""
+    embedded = SCRIPT["_embedded"](page)
+    there = SCRIPT["_order" if both else "_means"]
+    found = []
+    for name, rows in SCRIPT["read"]().items():
+        real = SCRIPT["_by_label"](SCRIPT["read_rankings"]()[name], rows)
+        for group in (0.5, 0.25, 0.125, "codes"):
+            at = {each: SCRIPT["_at"](real[each], group) for each in real}
+            was = {each: SCRIPT["_at"](embedded.get(each, ()), group) for each in real}
+            labels = [each for each in real if at[each] and was[each]]
+            found += [
+                (name, group, one, other)
+                for one in labels
+                for other in labels
+                if SCRIPT["_order"](at[one].loss, at[other].loss) < 0 < there(was[one].loss, was[other].loss)
+            ]
+    return found
+
+
+def test_a_name_in_the_records_is_the_plan_that_the_suite_has_under_it():
+    for ranking in SCRIPT["read_rankings"]().values():
+        for place in ranking.places:
+            today = SCRIPT["suite_rows"]().get(place.label)
+            assert today in (None, SCRIPT["_methods_of"](place.plan.partition(" @ ")[0])), place.label
+
+
+def test_a_preset_is_told_what_it_lost_at_whatever_budget():
+    plan = Plan.parse("kvzip @ keep=0.3")
+    [smollm2, qwen] = SCRIPT["of_plan"](plan)
+    assert smollm2.startswith("SmolLM2-135M: 26.5 % of the bytes, novels +0.040 (+0.032 to +0.054), 12 of 12 needles")
+    assert qwen == "Qwen2.5-Coder-0.5B: 26.5 % of the bytes, novels +0.168 (+0.144 to +0.184)."
+    assert SCRIPT["of_plan"](Plan.parse("kvzip + uniform @ keep=0.3")) != (smollm2, qwen)
+    assert SCRIPT["of_plan"](Plan.parse("snapkv(window=7) @ keep=0.3")) == ()
 
 
 def test_every_plan_to_start_from_was_measured_on_every_model():
