@@ -136,8 +136,8 @@ def _index(stages: Mapping[str, list[registry.MethodInfo]], papers: tuple[Paper,
         yield f"- **{preset.name}**: `{line}`"
         yield f"  - {' '.join(preset.note.split())}"
         yield f"  - Paper: {source or 'none'}. Suggested budget: {f'`{preset.budget}`' if preset.budget else 'none'}."
-        measured = of_plan(Plan.parse(f"{preset.name} @ {preset.budget}" if preset.budget else preset.name))
-        yield f"  - {' '.join(measured) or 'Not measured on a real model.'}"
+        lost = of_plan(Plan.parse(f"{preset.name} @ {preset.budget}" if preset.budget else preset.name))
+        yield f"  - {' '.join(lost) or 'Not measured on a real model.'}"
     yield ""
 
 

@@ -60,6 +60,12 @@ _EMBEDDED = re.compile(r"<!-- measured: ([^/]+?) -->\n(.*?)<!-- /measured -->", 
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 _WIDTH = 118
 _NAMED = 3
+_ORDERS = (
+    "loses less on novels than",
+    "loses more on novels than",
+    "finds more needles than",
+    "finds fewer needles than",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,21 +236,18 @@ def _otherwise(
         ours, there = _at(found[name], group), _at(embedded.get(name, ()), group)
         if ours is None or there is None:
             continue
-        less, more, finds, misses = [], [], [], []
+        others: dict[str, list[str]] = {}
         for other in found:
             theirs, that = _at(found[other], group), _at(embedded.get(other, ()), group)
             if other == name or theirs is None or that is None:
                 continue
-            order, was = _order(ours.loss, theirs.loss), _means(there.loss, that.loss)
-            (less if order < 0 else more).extend([other] * (order * was < 0))
-            order, was = (
-                of(each.answers.get(NEEDLES), another.answers.get(NEEDLES))
-                for of, each, another in ((_order, ours, theirs), (_means, there, that))
-            )
-            (finds if order > 0 else misses).extend([other] * (order * was < 0))
-        told = [("loses less on novels than", less), ("loses more on novels than", more),
-                ("finds more needles than", finds), ("finds fewer needles than", misses)]  # fmt: skip
-        said = [f"{words} {_listed(others)}" for words, others in told if others]
+            order = _order(ours.loss, theirs.loss)
+            if order * _means(there.loss, that.loss) < 0:
+                others.setdefault(f"loses {'less' if order < 0 else 'more'} on novels than", []).append(other)
+            order = _order(ours.answers.get(NEEDLES), theirs.answers.get(NEEDLES))
+            if order * _means(there.answers.get(NEEDLES), that.answers.get(NEEDLES)) < 0:
+                others.setdefault(f"finds {'more' if order > 0 else 'fewer'} needles than", []).append(other)
+        said = [f"{words} {_listed(others[words])}" for words in _ORDERS if words in others]
         if said:
             where = "among codes" if group == "codes" else f"at {100 * float(group):g} %"
             yield f"{where} it {' and '.join(said)}"
@@ -252,7 +255,9 @@ def _otherwise(
 
 def _order(one: Estimate | None, other: Estimate | None) -> int:
     """-1 where the first is shown to be less, 1 where it is shown to be more: their intervals do not meet."""
-    if one is None or other is None or None in (one.low, one.high, other.low, other.high):
+    if one is None or one.low is None or one.high is None:
+        return 0
+    if other is None or other.low is None or other.high is None:
         return 0
     return (one.low > other.high) - (one.high < other.low)
 
@@ -337,7 +342,7 @@ def _embedded(page: str) -> dict[str, list[Measured]]:
             made = Measured(
                 share=held,
                 group=group,
-                loss=Estimate(*map(float, loss.groups()), 0),
+                loss=Estimate(float(loss[1]), float(loss[2]), float(loss[3]), 0),
                 answers={} if right is None else {NEEDLES: Estimate(float(right[1]) / 100, None, None, 0)},
             )
             found.setdefault(name, []).append(made)
