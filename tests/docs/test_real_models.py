@@ -81,6 +81,23 @@ def _orders(page, *, both):
     return found
 
 
+def test_numbers_of_real_models_in_sentences_by_hand_stand_in_the_lines_below_them():
+    page = VERDICTS["PAGE"].read_text(encoding="utf-8")
+    seen = 0
+    for section in re.split(r"^### ", page, flags=re.MULTILINE)[1:]:
+        by_hand, _, below = section.partition("<!-- measured: ")
+        lines = " ".join(below.partition("<!-- real models: of ")[2].split())
+        for sentence in re.split(r"(?<=\.) ", " ".join(by_hand.split())):
+            if any(each in sentence for each in ("SmolLM2", "Qwen", "real models")):
+                for number in re.findall(r"[+-]0\.\d{3}", sentence):
+                    seen += 1
+                    assert f"novels {number} (" in lines, f"{section.splitlines()[0]}: {sentence}"
+                for right, asked in re.findall(r"(\d+) of (6|12)\b", sentence):
+                    told = f"{right} of {asked} needles ("
+                    assert told in lines or "floor 0.2" in sentence, f"{section.splitlines()[0]}: {sentence}"
+    assert seen
+
+
 def test_a_name_in_the_records_is_the_plan_that_the_suite_has_under_it():
     for ranking in SCRIPT["read_rankings"]().values():
         for place in ranking.places:
@@ -89,11 +106,12 @@ def test_a_name_in_the_records_is_the_plan_that_the_suite_has_under_it():
 
 
 def test_a_preset_is_told_what_it_lost_at_whatever_budget():
-    plan = Plan.parse("kvzip @ keep=0.3")
-    [smollm2, qwen] = SCRIPT["of_plan"](plan)
-    assert smollm2.startswith("SmolLM2-135M: 26.5 % of the bytes, novels +0.040 (+0.032 to +0.054), 12 of 12 needles")
-    assert qwen == "Qwen2.5-Coder-0.5B: 26.5 % of the bytes, novels +0.168 (+0.144 to +0.184)."
-    assert SCRIPT["of_plan"](Plan.parse("kvzip + uniform @ keep=0.3")) != (smollm2, qwen)
+    told = SCRIPT["of_plan"](Plan.parse("kvzip @ keep=0.3"))
+    for name, rows in SCRIPT["read"]().items():
+        row = next(row for text, row in rows.items() if text.startswith("kvzip_pooled @"))
+        [line] = [each for each in told if each.startswith(f"{name}: ")]
+        assert f"{100 * row.ratio:.1f} % of the bytes, novels {row.loss.value:+.3f} (" in line
+    assert SCRIPT["of_plan"](Plan.parse("kvzip + uniform @ keep=0.3")) != told
     assert SCRIPT["of_plan"](Plan.parse("snapkv(window=7) @ keep=0.3")) == ()
 
 
