@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +13,24 @@ from kvtailor.ops.triton.installed import missing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+def _why_no_loops() -> str | None:
+    """Why kernels with a loop to a number of theirs cannot run, a sentence; None: they can."""
+    if missing() is not None or DEVICE == "cuda":
+        return missing()
+    import triton
+    from triton.runtime import interpreter
+
+    try:
+        int(numpy.zeros(1))
+    except TypeError:
+        if "int(self.handle.data)" in inspect.getsource(interpreter):
+            return f"the interpreter of Triton {triton.__version__} needs numpy below 2.4, found {numpy.__version__}"
+    return None
+
+
+needs_loops = pytest.mark.skipif(_why_no_loops() is not None, reason=str(_why_no_loops()))
 
 
 def exactly(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.ops.gpu.exact_attention import DEVICE, error, exactly, needs_triton
+from tests.ops.gpu.exact_attention import DEVICE, error, exactly, needs_loops, needs_triton
 from torch import Tensor
 
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
@@ -17,7 +17,7 @@ from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.segments.coded import Coded, Whole
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, needs_loops]
 
 Encoding = Callable[[Tensor], Coded]
 

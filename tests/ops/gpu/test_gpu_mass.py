@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.ops.gpu.exact_attention import DEVICE, error, needs_triton
+from tests.ops.gpu.exact_attention import DEVICE, error, needs_loops, needs_triton
 
 from kvtailor.ops.attention.definition import reference
 from kvtailor.ops.segments.coded import Whole
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, needs_loops]
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.ops.gpu.exact_attention import DEVICE, error, exactly, needs_triton
+from tests.ops.gpu.exact_attention import DEVICE, error, exactly, needs_loops, needs_triton
 
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.segments.coded import Whole
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, needs_loops]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from tests.ops.gpu.exact_attention import DEVICE, error, needs_triton
+from tests.ops.gpu.exact_attention import DEVICE, error, needs_loops, needs_triton
 from tests.ops.gpu.test_gpu_decode import ENCODINGS, bar, random
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from kvtailor.ops.attention.folded import merge
 from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.types import Softmax
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, needs_loops]
 CAP = 0.8
 
 
