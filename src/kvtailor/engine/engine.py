@@ -260,6 +260,8 @@ class Engine:
                     self.eviction.run(layers, visible, self._close)
         for state in self.states:
             state.observed.end_repetition(again=self.plan.slack_tokens is not None)
+            if self._was_never_repeated(state):
+                self._forget_queries(state)
             self._close(state, visible)
             self.leave(state)
         self.late.settle()
@@ -403,16 +405,24 @@ class Engine:
             if layers := self._cut_now(state):
                 with self.late.collecting():
                     self.eviction.run(layers, visible, close)
-        if new == 1 and state.observed.evidence.has_queries and not self._needs_queries_again:
-            state.observed.evidence = state.observed.evidence.without_queries()
+        if new == 1 or self._was_never_repeated(state):
+            self._forget_queries(state)
         close(state, visible)
         if new > 1 and state is self.states[-1]:
             self.late.settle()
 
+    def _forget_queries(self, state: LayerState) -> None:
+        """Let go of queries, unless an eviction or an encoding while decoding may need them."""
+        if state.observed.evidence.has_queries and not self._needs_queries_again:
+            state.observed.evidence = state.observed.evidence.without_queries()
+
+    def _was_never_repeated(self, state: LayerState) -> bool:
+        """Whether what comes now has no score, since only the context was repeated; so nothing is evicted any more."""
+        return self.needs.reconstruction is not None and state.observed.reconstruction is None
+
     def _is_due(self, state: LayerState, new: int) -> bool:
         """Whether a layer must be cut after so many new tokens."""
-        if self.needs.reconstruction and state.observed.reconstruction is None:
-            # What came after the context was never repeated, so it has no score.
+        if self._was_never_repeated(state):
             return False
         slack, clock = self.plan.slack_tokens, state.clock
         return new > 1 or (slack is not None and (clock.evict_at is None or clock.growth > clock.evict_at))

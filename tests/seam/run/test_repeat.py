@@ -10,12 +10,22 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvtailor
+from kvtailor.engine.engine import Engine
 from kvtailor.engine.phase import Compressing, Reconstructing
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.versions import hand_cache
 from tests.support.crossed import crossed
-from tests.support.seam.zoo import COMPRESSIBLE, ROUNDING, MaskedReference, build, error, held_columns, prompts
+from tests.support.seam.zoo import (
+    COMPRESSIBLE,
+    ROUNDING,
+    VOCABULARY,
+    MaskedReference,
+    build,
+    error,
+    held_columns,
+    prompts,
+)
 
 CHUNK, LEAD, SINKS = 17, 3, 2
 # A slack keeps the evidence after the eviction, so that it can be looked at.
@@ -213,3 +223,22 @@ def test_a_failure_between_the_passes_leaves_no_half_made_cache(monkeypatch: pyt
     assert all(
         torch.equal(a, b) for a, b in zip(held_columns(whole).values(), held_columns(fresh).values(), strict=True)
     )
+
+
+@pytest.mark.parametrize("plan", ["kvzip + cake @ keep=0.5", "kvzip + uniform + matching @ keep=0.5"])
+def test_a_repeated_context_keeps_no_queries_since_nothing_is_evicted_after_it(plan, monkeypatch):
+    model, ids = build("llama"), torch.randint(3, VOCABULARY, (1, 200), generator=torch.Generator().manual_seed(0))
+
+    def turned():
+        cache = kvtailor.prefill(model, ids[:, :190], plan=plan)
+        there = [state.observed.evidence.has_queries for state in cache.engine.states]
+        logits = model(ids[:, 190:], **hand_cache(cache)).logits
+        ledger = cache.ledger()
+        return there, ledger.by_stage.get("observe", 0), logits, ledger.held
+
+    assert "observe" not in kvtailor.cache_size(model, plan, context=190).stages
+    now = turned()
+    monkeypatch.setattr(Engine, "_forget_queries", lambda *_: None)
+    then = turned()
+    assert not any(now[0]) and all(then[0]) and now[1] == 0 < then[1]
+    assert torch.equal(now[2], then[2]) and now[3] == then[3]

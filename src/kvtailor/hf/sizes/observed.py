@@ -37,8 +37,8 @@ def evidence_bytes(
     needs: Needs = plan.needs
     found = NOTHING
     queries, size = rows * shape.q_heads, shape.query_size
-    # A prompt of a single token counts as a decoded one.
-    if (new_tokens == 0 and context > 1) or keeps_queries(plan):
+    # A prompt of a single token counts as a decoded one; a prompt that is repeated is evicted from once.
+    if (new_tokens == 0 and context > 1 and needs.reconstruction is None) or keeps_queries(plan):
         if needs.window:
             window = min(needs.window, context + new_tokens)
             each = window * (queries * size * element_size + 8)
