@@ -231,7 +231,7 @@ def calls(model: Any, stopped: Any, tokenizer: Any, folder: Path) -> dict[str, d
             "cache_dtype": None,
         },
         "load_cache": {"model": model, "path": folder / "cache.safetensors", "graphs": False},
-        "load_model": {"model": "demo", "dtype": None, "device": None},
+        "load_model": {"model": "demo", "dtype": None, "cache_dtype": None, "device": None},
         "prefill": of_plan
         | {
             "input_ids": ids,

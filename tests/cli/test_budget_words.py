@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 import kvtailor
 from kvtailor.cli import main
+from kvtailor.hf.model.cache_dtype import dtype_of_caches
 from kvtailor.hf.model.loading import load
 from kvtailor.hf.versions import hand_cache
 
@@ -42,8 +43,7 @@ def asked(verb: str, *words: str) -> tuple[dict[str, Any], str]:
 def test_what_is_shown_as_held_is_what_a_cache_holds(plan: str, held: int, recent: int) -> None:
     """On the embedded model: tokens exactly, and bytes but for a cut cache's positions and the tail's free slots."""
     model, _ = load("demo")[:2]
-    dtype = str(model.dtype).removeprefix("torch.")
-    said = asked("show", plan, "--model", "demo", "--tokens", "300", "--dtype", dtype)[0]["holding"]
+    said = asked("show", plan, "--model", "demo", "--tokens", "300")[0]["holding"]
     cache = kvtailor.cache_for(model, plan)
     ids = torch.randint(5, 1000, (1, 300), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -55,7 +55,7 @@ def test_what_is_shown_as_held_is_what_a_cache_holds(plan: str, held: int, recen
     layouts = sum(part.layout.closed_form_bytes() for part in states)
     stored = sum(part.closed_form_bytes() for part in states) - layouts
     # A group of codes that is not full has a whole scale, of the cache's dtype.
-    spare = 0.02 * model.dtype.itemsize
+    spare = 0.02 * dtype_of_caches(model).itemsize
     assert said["bytes"] == stored if "kivi" not in plan else said["bytes"] == pytest.approx(stored, rel=spare)
     assert said["full_bytes"] == cache.ledger().full
 
@@ -157,9 +157,13 @@ def test_a_budget_that_does_little_or_nothing_is_said(verb: str, plan: str, word
 
 
 @pytest.mark.parametrize("computes", [True, False])
-def test_bytes_of_another_dtype_than_this_cpu_computes_in_are_told_of(computes: bool, monkeypatch) -> None:
+def test_bytes_are_those_of_the_checkpoints_dtype_whatever_this_cpu_computes_in(computes: bool, monkeypatch) -> None:
+    """But for the model's own windows, which are as the model computes them."""
     from kvtailor.hf.model import loading
 
     monkeypatch.setattr(loading, "cpu_computes", lambda dtype: computes or dtype is not torch.bfloat16)
-    told = [asked("show", "full", "--model", "demo", *more)[1] for more in ((), ("--dtype", "bfloat16"))]
-    assert ["--dtype float32 shows its bytes" in each for each in told] == [not computes, False]
+    found, said = asked("show", "kivi4", "--model", "demo", "--tokens", "300")
+    model, _ = load("demo")
+    assert found["size"]["total"] == kvtailor.cache_size(model, "kivi4", context=300).total
+    assert found["sizes"]["dtype"] == "bfloat16" and "own windows" not in said
+    assert (model.dtype is torch.bfloat16) == computes

@@ -24,7 +24,9 @@ def said(*words: str) -> tuple[int, str]:
 
 
 def test_show_counts_the_bytes_of_latents(folder: str) -> None:
-    code, text = said("show", "vector(bits=8)", "--model", folder, "--dtype", "float32", "--tokens", "1000", "--json")
+    code, text = said(
+        "show", "vector(bits=8)", "--model", folder, "--cache-dtype", "float32", "--tokens", "1000", "--json"
+    )
     assert code == 0, text
     assert "latents of 36, rotated keys of 8, float32" in text
     found = json.loads(text.strip().splitlines()[-1])

@@ -97,7 +97,9 @@ def test_show_keeps_the_name_that_it_was_asked_by() -> None:
 
 
 def test_show_says_stages_sources_and_bytes() -> None:
-    found = call("show", "snapkv(window=16) + adakv @ tokens=64", "--head-size", "80", "--dtype", "float32", "--json")
+    found = call(
+        "show", "snapkv(window=16) + adakv @ tokens=64", "--head-size", "80", "--cache-dtype", "float32", "--json"
+    )
     assert found.exit_code == 0
     assert "2404.14469" in found.stdout and "2407.11550" in found.stdout
     read = last_object(found)
@@ -251,7 +253,7 @@ def test_the_version_and_the_help_load_neither_torch_models_nor_transformers() -
     ],
 )
 def test_show_takes_the_layers_that_a_table_is_for(plan: str, each: float) -> None:
-    found = call("show", plan, "--head-size", "64", "--dtype", "bfloat16", "--json")
+    found = call("show", plan, "--head-size", "64", "--cache-dtype", "bfloat16", "--json")
     assert found.exit_code == 0
     assert last_object(found)["closed_form"]["bytes_per_token_and_kv_head"] == each
     refused = call("show", plan, "--model", "demo")

@@ -14,7 +14,9 @@ from kvtailor.errors import ArgumentError, KvtailorError
 from kvtailor.hf.graphs.obstacles import obstacle
 from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.hf.layers.window import WindowLayer
+from kvtailor.hf.model.cache_dtype import set_cache_dtype
 from kvtailor.hf.run.kept_prompt import fill, keep
+from kvtailor.hf.run.stock import dynamic_cache, rounded_cache
 from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from tests.support.calibrated import shipped_for
@@ -148,6 +150,48 @@ def test_a_saved_cache_goes_on_in_its_dtype(tmp_path) -> None:
         ours, theirs = (model(**token, **hand_cache(each)).logits for each in (cache, again))
     assert torch.equal(ours, theirs)
     assert cache.ledger().full == again.ledger().full and torch.equal(cache.held(), again.held())
+
+
+def test_what_a_model_was_said_to_hold_is_what_every_cache_of_it_holds(tmp_path) -> None:
+    """Until another dtype is asked for, or the model is in another one itself."""
+    model, plan = build("llama"), "vector(bits=8, block_size=16)"
+    _, own = decoded(model, plan, dtype=None)
+    set_cache_dtype(model, HALF)
+    _, half = decoded(model, plan, dtype=None)
+    assert half.layers[0].dtype is HALF and half.ledger().full * 2 == own.ledger().full
+    assert kvtailor.cache_size(model, "full", context=100).total * 2 == full_size(build("llama"))
+    asked = decoded(model, plan, dtype=torch.float32)[1]
+    assert asked.layers[0].dtype is torch.float32
+    asked.save(tmp_path / "saved.safetensors")
+    assert kvtailor.load_cache(model, tmp_path / "saved.safetensors").layers[0].dtype is torch.float32
+    assert decoded(copy.deepcopy(model).to(HALF), plan, dtype=None)[1].guard.stored_dtype is None
+    set_cache_dtype(model, torch.float32)
+    assert decoded(model, plan, dtype=None)[1].guard.stored_dtype is None
+    with pytest.raises(ArgumentError, match="asked for a cache in float64 of a model in float32"):
+        set_cache_dtype(model, torch.float64)
+
+
+def full_size(model) -> int:
+    return kvtailor.cache_size(model, "full", context=100).total
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3", "deepseek_v2"])
+def test_the_null_plan_is_transformers_cache_with_the_same_rounding(family: str) -> None:
+    model = made(family)
+    assert rounded_cache(model) is None
+    set_cache_dtype(model, HALF)
+    ids, _ = prompts((96, 96))
+
+    @torch.no_grad()
+    def logits(cache):
+        fed = hand_cache(cache)
+        first = model(ids[:, :90], **fed).logits
+        return torch.cat([first, *(model(ids[:, at : at + 1], **fed).logits for at in range(90, 96))], 1)
+
+    ours, twin, unrounded = (
+        logits(each) for each in (kvtailor.cache_for(model, "full"), rounded_cache(model), dynamic_cache(model))
+    )
+    assert float((ours - twin).abs().max()) < 0.2 * float((unrounded - twin).abs().max())
 
 
 def test_rows_crops_and_drafts_are_those_of_any_cache() -> None:

@@ -118,7 +118,7 @@ def _replayed(model, tokenizer):
     ids = tokenizer(TEXT, return_tensors="pt").input_ids
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvtailor.hf.graphs.replay.recorder_of", lambda device: lambda run: run)
-        cache = kvtailor.cache_for(model, "full", graphs=True)
+        cache = kvtailor.cache_for(model, "full", graphs=True, cache_dtype=model.dtype)
         model.generate(ids, **hand_cache(cache), max_new_tokens=8, do_sample=False)
     assert cache.replays.replayed > 3
 

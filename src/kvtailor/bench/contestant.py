@@ -15,7 +15,7 @@ from kvtailor.presets import FULL
 if TYPE_CHECKING:
     from kvtailor.plan import Plan
 
-__all__ = ["OTHER_ATTENTION", "OWN", "Contestant"]
+__all__ = ["OTHER_ATTENTION", "OWN", "OWN_ROUNDED", "Contestant"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,5 +101,7 @@ class Contestant:
 
 
 OWN = Contestant(label="the model's own cache", text=None, hash="own")
+OWN_ROUNDED = Contestant(label="the model's own cache, rounded as ours is", text=None, hash="own, rounded")
+"""What a plan that drops nothing must give; of a model whose caches hold its own dtype the same as `OWN`."""
 OTHER_ATTENTION = Contestant(label="the model's own cache under its other attention", text=None, hash="own, eager")
-"""Exact as well, and rounded elsewhere: a yardstick for what rounding does, see `bench.checks.reference`."""
+"""The same, whose products round elsewhere: a yardstick for what rounding does, see `bench.checks.reference`."""

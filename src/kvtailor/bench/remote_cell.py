@@ -49,7 +49,7 @@ class ModelThere:
     Attributes:
         name: what the run calls it.
         make: loads it.
-        fingerprint, dtype, device: what it must be like where it was loaded; of the device the type.
+        fingerprint, dtype, cache_dtype, device: what it must be like where it was loaded; of the device the type.
         folder: of the run, in which relative paths of models, data and calibrations are looked for, if it is there.
         versions: of Python, torch, transformers and kvtailor, which must be the run's.
         share: a worker keeps prompts beside the model from one cell to the next, see `bench.measure.kept_prompts`.
@@ -59,6 +59,7 @@ class ModelThere:
     make: Callable[[], Subject]
     fingerprint: str | None
     dtype: str
+    cache_dtype: str
     device: str
     folder: str
     versions: Mapping[str, str | None]
@@ -78,6 +79,7 @@ class ModelThere:
             make=subject.elsewhere,
             fingerprint=subject.fingerprint(),
             dtype=str(subject.dtype).removeprefix("torch."),
+            cache_dtype=str(subject.cache_dtype).removeprefix("torch."),
             device=subject.device.type,
             folder=os.getcwd(),
             versions=machine.versions(),
@@ -314,7 +316,7 @@ def _subject(model: ModelThere) -> Subject:
     Raises:
         _Refused: it is another one here, or cannot be loaded.
     """
-    key = (model.name, model.fingerprint, model.dtype, model.device, model.share)
+    key = (model.name, model.fingerprint, model.dtype, model.cache_dtype, model.device, model.share)
     if key not in _MODELS:
         _forget_all()
         _MODELS.clear()
@@ -326,12 +328,19 @@ def _subject(model: ModelThere) -> Subject:
             subject = model.make()
         except (KvtailorError, OSError) as error:
             raise _Refused(f"{model.name} cannot be loaded: {error}") from error
-        found = (subject.fingerprint(), str(subject.dtype).removeprefix("torch."), subject.device.type)
-        if found != (model.fingerprint, model.dtype, model.device):
+        dtypes = (str(each).removeprefix("torch.") for each in (subject.dtype, subject.cache_dtype))
+        found = (subject.fingerprint(), *dtypes, subject.device.type)
+        wanted = (model.fingerprint, model.dtype, model.cache_dtype, model.device)
+        if found != wanted:
             raise _Refused(
-                f"{model.name} is another model here: fingerprint {found[0]}, {found[1]} on {found[2]}, and not "
-                f"{model.fingerprint}, {model.dtype} on {model.device}. Give all machines the same weights"
+                f"{model.name} is another model here: {_said(*found)}, and not {_said(*wanted)}. Give all machines the "
+                "same weights"
             )
         kept = KeptPrompts(lasting=True) if model.share else KeptPrompts(off=NOT_SHARED)
         _MODELS[key] = replace(subject, kept=kept)
     return _MODELS[key]
+
+
+def _said(fingerprint: str | None, dtype: str, cache_dtype: str, device: str) -> str:
+    caches = "" if cache_dtype == dtype else f" with caches in {cache_dtype}"
+    return f"fingerprint {fingerprint}, {dtype}{caches} on {device}"

@@ -204,6 +204,7 @@ def run(
     # Of a cluster each machine is described where it measures.
     here = machine.describe(bandwidth=bandwidth and executor is None, device=subject.device, dtype=subject.dtype)
     weights, model_hash = subject.weights(), subject.fingerprint()
+    stored = None if subject.cache_dtype is subject.dtype else subject.cache_dtype
     kept = subject.kept if isinstance(subject.kept, KeptPrompts) else KeptPrompts(off=None if share else NOT_SHARED)
     kept.begin_run(model_hash)
     subject, timed = replace(subject, kept=kept), replace(subject, kept=KeptPrompts(off=TIMED))
@@ -217,6 +218,7 @@ def run(
             parameters=weights[0] if weights else None,
             weight_bytes=weights[1] if weights else None,
             dtype=str(subject.dtype).removeprefix("torch."),
+            cache_dtype=None if stored is None else str(stored).removeprefix("torch."),
             device=str(subject.device),
             label=contestant.label,
             plan=contestant.text or contestant.label,

@@ -42,7 +42,20 @@ __all__ = [
 _NOW_CALLED = {"bytes_by_room": "bytes_by_stage"}
 SCHEMA = 1
 _PACKED = ".gz"
-TOLD_BY = ("text", "label", "plan", "task", "model", "run", "key", "text_hash", "model_hash", "dtype", "device")
+TOLD_BY = (
+    "text",
+    "label",
+    "plan",
+    "task",
+    "model",
+    "run",
+    "key",
+    "text_hash",
+    "model_hash",
+    "dtype",
+    "cache_dtype",
+    "device",
+)
 """The fields of records by which `leave_out` tells them."""
 _LARGEST = 2**63
 
@@ -67,7 +80,8 @@ class Record:
         model_hash: of its config and of a sample of every weight; None where the model has no weights to look at.
         parameters: number of parameters of the model, tied ones counted once.
         weight_bytes: bytes of the unique storages of the weights.
-        dtype: dtype of weights and cache, such as "float32".
+        dtype: in which the model computes, such as "float32".
+        cache_dtype: in which caches hold keys and values, where that is another; None: in `dtype`.
         device: device of the weights, such as "cpu" or "cuda:0".
         label: the plan as the user wrote it.
         plan: the plan in its canonical one-line form.
@@ -132,6 +146,7 @@ class Record:
     parameters: int | None = None
     weight_bytes: int | None = None
     dtype: str | None = None
+    cache_dtype: str | None = None
     device: str | None = None
     label: str
     plan: str
@@ -184,8 +199,18 @@ class Record:
         return self.plan == FULL
 
     @property
+    def held_in(self) -> str | None:
+        """The dtype in which caches hold keys and values."""
+        return self.cache_dtype or self.dtype
+
+    @property
+    def dtypes(self) -> str | None:
+        """In which the model computes, and caches hold, in words."""
+        return self.dtype if self.cache_dtype is None else f"{self.dtype} with caches in {self.cache_dtype}"
+
+    @property
     def key(self) -> str:
-        """Name of what was measured: equal for the same model and weights, dtype, device, plan, task, point, text and
+        """Name of what was measured: equal for the same model and weights, dtypes, device, plan, task, point, text and
         state, asked for by a suite in the same words or by none, whatever came out."""
         what = (
             self.model,
@@ -198,6 +223,7 @@ class Record:
             self.point,
             self.text_hash,
             self.state,
+            *([] if self.cache_dtype is None else [{"cache_dtype": self.cache_dtype}]),
             *([] if self.asked is None else [self.asked]),
         )
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

@@ -21,6 +21,7 @@ from kvtailor.bench.contestant import OTHER_ATTENTION, OWN, Contestant
 from kvtailor.bench.data.overlap import Calibrated, read_back
 from kvtailor.calibration_file import Calibration
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.model.cache_dtype import dtype_of_caches, stored_dtype
 from kvtailor.hf.model.fingerprint import fingerprint
 from kvtailor.hf.model.processes import started
 from kvtailor.hf.model.sharded import local_part
@@ -99,7 +100,9 @@ class Subject:
             object.__setattr__(self, "stock_attention", self._config()._attn_implementation)
 
     @classmethod
-    def load(cls, name: str, *, dtype: str | None = None, device: str | None = None) -> Subject:
+    def load(
+        cls, name: str, *, dtype: str | None = None, cache_dtype: str | None = None, device: str | None = None
+    ) -> Subject:
         """The model of a name or folder, see `hf.model.loading.load`.
 
         Raises:
@@ -108,21 +111,21 @@ class Subject:
         from kvtailor.hf.model.config import RANDOM_SHAPES
         from kvtailor.hf.model.loading import load
 
-        if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise KvtailorError(f"asked for dtype {dtype!r}: give float32, bfloat16 or float16")
+        wanted = {each: _dtype(given) for each, given in (("dtype", dtype), ("cache_dtype", cache_dtype))}
         try:
-            model, tokenizer = load(
-                name, dtype=getattr(torch, dtype) if dtype else None, device=device, processes=started()
-            )
+            model, tokenizer = load(name, **wanted, device=device, processes=started())
         except (OSError, RuntimeError) as error:
             raise KvtailorError(str(error)) from error
+        if (stored := stored_dtype(model)) is not None:
+            # Another machine may have chosen otherwise.
+            dtype, cache_dtype = "float32", str(stored).removeprefix("torch.")
         return cls(
             name=name,
             model=model,
             tokenizer=tokenizer,
             loadable=True,
             trained=name not in RANDOM_SHAPES,
-            elsewhere=partial(cls.load, name, dtype=dtype, device=device),
+            elsewhere=partial(cls.load, name, dtype=dtype, cache_dtype=cache_dtype, device=device),
         )
 
     @classmethod
@@ -153,8 +156,13 @@ class Subject:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of weights and cache."""
+        """The dtype of the weights, in which the model computes."""
         return getattr(self.model, "dtype", torch.float32)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The dtype in which caches hold keys and values, see `kvtailor.cache_for`."""
+        return dtype_of_caches(self.model)
 
     @property
     def positions(self) -> int | None:
@@ -258,6 +266,8 @@ class Subject:
     def new_cache(self, contestant: Contestant) -> Any:
         """Return an empty cache; None stands for the model's own, under the model's own attention.
 
+        `OWN` is what transformers makes. The others round what it holds as caches of ours do.
+
         Raises:
             KvtailorError: the model cannot have it, or the plan was never parsed.
         """
@@ -275,7 +285,11 @@ class Subject:
                 wanted = "sdpa" if wanted == "eager" else "eager"
             if self._config()._attn_implementation != wanted:
                 self.model.set_attn_implementation(wanted)
-        return None
+        if contestant is OWN:
+            return None
+        from kvtailor.hf.run.stock import rounded_cache
+
+        return rounded_cache(self.model)
 
     def at_whole_budget(self, contestant: Contestant) -> tuple[Contestant, ...]:
         """Return what `whole_budget` makes of a plan; nothing for the model's own cache."""
@@ -427,6 +441,14 @@ def hash_of(*ids: Tensor) -> str:
         digest.update(each.to(torch.int64).cpu().contiguous().view(torch.uint8).numpy(force=True).tobytes())
         digest.update(b"|")
     return digest.hexdigest()
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    """The dtype of a name that a user gave."""
+    found = None if name is None else getattr(torch, name, None)
+    if name is not None and not isinstance(found, torch.dtype):
+        raise KvtailorError(f"asked for dtype {name!r}: give float32, bfloat16 or float16")
+    return found
 
 
 def _reads_twice(cache: Any) -> bool:

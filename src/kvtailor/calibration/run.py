@@ -218,6 +218,8 @@ def _command(kind: str, subject: Subject, texts: list[str], tokens: int, context
     """The command line that makes the file again, from where its texts lie."""
     words = ["kvtailor", "calibrate", kind, "--model", subject.name]
     words += ["--dtype", str(subject.dtype).removeprefix("torch.")]
+    if subject.cache_dtype is not subject.dtype:
+        words += ["--cache-dtype", str(subject.cache_dtype).removeprefix("torch.")]
     for text in texts:
         words += ["--text", text]
     return shlex.join([*words, "--tokens", str(tokens), "--context", str(context), "--state", str(state), "--out", out])

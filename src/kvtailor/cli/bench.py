@@ -35,6 +35,7 @@ from kvtailor.cli.micro import BenchOrMicro
 from kvtailor.cli.report import LEAVE_OUT
 from kvtailor.cli.suite_time import MEASURED, say_estimate, say_time_of
 from kvtailor.cli.torchrun import under_torchrun
+from kvtailor.cli.words.dtypes import dtype_options
 from kvtailor.cli.words.lines import say
 from kvtailor.cli.words.margins import margin_options, margins_of
 from kvtailor.cli.words.sharing import share_option
@@ -74,7 +75,8 @@ OF_ONE_RUN = {
     "--model",
     default="demo",
     show_default=True,
-    help="demo, demo-draft (embedded), a folder, a hub name; costs: random-llama, random-llama3-8b, random-llama2-7b.",
+    help="demo, demo-draft (embedded), a folder, a GGUF file, a hub name; costs: random-llama, random-llama3-8b, "
+    "random-llama2-7b.",
 )
 @click.option(
     "--plans", "--plan", "plans", multiple=True, help="A plan, or several with ';' between; may be given again."
@@ -107,7 +109,7 @@ OF_ONE_RUN = {
     show_default=True,
     help=f"What to measure: {', '.join(TASKS)}, {', '.join(f'{name}:NAME' for name in SETS)}.",
 )
-@click.option("--dtype", help="float32, bfloat16 or float16; otherwise the checkpoint's own.")
+@dtype_options
 @click.option("--device", help="Such as cpu or cuda.")
 @click.option(
     "--ray",
@@ -192,7 +194,12 @@ def command(ctx: click.Context, /, **options: Any) -> None:
             spread = {"executor": executor, "resources": resources, "share": options["share"] == "on"}
             with console.status(f"loading {options['model']}"):
                 processes = started(options["device"], begin=True)
-                subject = Subject.load(options["model"], dtype=options["dtype"], device=options["device"])
+                subject = Subject.load(
+                    options["model"],
+                    dtype=options["dtype"],
+                    cache_dtype=options["cache_dtype"],
+                    device=options["device"],
+                )
             if not processes.first:
                 # One process writes; what it knows from before it tells the others.
                 options["out"], sinks = None, Sinks([])
@@ -213,7 +220,7 @@ command.option_groups = {
     "What is compared": ("model", "plans", "texts", "data", "suite", "tables", "given", "estimate"),
     "What is measured": ("tasks", *(name for name in OPTIONS if name not in chain.from_iterable(GROUPS.values()))),
     **GROUPS,
-    "Where it runs": ("dtype", "device", "share", "ray", "resources"),
+    "Where it runs": ("dtype", "cache_dtype", "device", "share", "ray", "resources"),
     "Results": ("out", "again", "without", "allow", "margin", "margin_points", "send_to", "as_json"),
 }
 

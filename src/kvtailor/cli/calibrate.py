@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvtailor.cli.words.dtypes import dtype_options
 from kvtailor.cli.words.lines import say
 from kvtailor.cli.words.stopped import stopped
 
@@ -20,7 +21,10 @@ __all__ = ["command"]
 @click.command(short_help="Measure on a model what a method needs.")
 @click.argument("kind")
 @click.option(
-    "--model", default="demo", show_default=True, help="'demo' or 'demo-draft' (embedded), a folder, or a hub name."
+    "--model",
+    default="demo",
+    show_default=True,
+    help="'demo' or 'demo-draft' (embedded), a folder, a GGUF file, or a hub name.",
 )
 @click.option(
     "--text",
@@ -32,7 +36,7 @@ __all__ = ["command"]
 @click.option("--tokens", type=click.IntRange(1), help="Of all texts together.  [what the kind uses]")
 @click.option("--context", type=click.IntRange(2), help="Tokens of a passage.  [what the kind uses]")
 @click.option("--state", type=int, default=0, show_default=True, help="Random state of what is drawn.")
-@click.option("--dtype", help="float32, bfloat16 or float16; otherwise the checkpoint's own.")
+@dtype_options
 @click.option("--device", help="Such as cpu or cuda.")
 @click.option(
     "--released",
@@ -51,6 +55,7 @@ def command(
     context: int | None,
     state: int,
     dtype: str | None,
+    cache_dtype: str | None,
     device: str | None,
     released: Path | None,
     out: Path | None,
@@ -88,7 +93,7 @@ def command(
         calibrator(kind)
         named = {path.name: _read(path) for path in texts}
         with console.status(f"loading {model}"):
-            subject = Subject.load(model, dtype=dtype, device=device)
+            subject = Subject.load(model, dtype=dtype, cache_dtype=cache_dtype, device=device)
         if released is not None:
             made = import_released(kind, subject, released, out=out, again=again)
         else:

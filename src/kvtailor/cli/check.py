@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvtailor.cli.words.budget import ELEMENT_SIZES, budget_notes, element_of
+from kvtailor.cli.words.dtypes import CACHE_DTYPE_HELP
 from kvtailor.cli.words.groups import GroupedCommand
 from kvtailor.cli.words.lines import say
 from kvtailor.cli.words.margins import ABOVE_0
@@ -28,7 +29,7 @@ __all__ = ["command"]
 @click.argument("plan", nargs=-1)
 @click.option(
     "--model",
-    help="'demo' or 'demo-draft' (embedded), a folder, or a hub name: also check the plan against this model.",
+    help="'demo' or 'demo-draft', a folder, a GGUF file, or a hub name: also check the plan against this model.",
 )
 @click.option(
     "--tokens",
@@ -44,6 +45,7 @@ __all__ = ["command"]
 )
 @click.option("--again", is_flag=True, help="--measure: measure anew what --out already has.")
 @click.option("--dtype", help="--measure: float32, bfloat16 or float16; otherwise the checkpoint's own.")
+@click.option("--cache-dtype", help=f"--measure: {CACHE_DTYPE_HELP[0].lower()}{CACHE_DTYPE_HELP[1:]}")
 @click.option("--device", help="--measure: such as cpu or cuda.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
 @click.pass_context
@@ -70,7 +72,7 @@ def command(
     if measure:
         _measure(plan, model, tokens, as_json, measured)
         return
-    idle = [f"--{name}" for name, value in measured.items() if value]
+    idle = [f"--{name.replace('_', '-')}" for name, value in measured.items() if value]
     if idle:
         raise click.UsageError(f"{', '.join(idle)} without --measure: it says how plans are measured.")
     if not plan:
@@ -92,7 +94,7 @@ def command(
     if model is not None:
         from kvtailor.hf.model.config import config_of
         from kvtailor.hf.model.geometry import Geometry, refusal
-        from kvtailor.hf.model.loading import faster_dtype, slow_here
+        from kvtailor.hf.model.loading import cache_stays, faster_dtype, slow_here
 
         config = config_of(model)
         sentence = refusal(config)
@@ -102,7 +104,7 @@ def command(
             geometry, element = Geometry.of(config), ELEMENT_SIZES[element_of(config, None)]
             found, notes = _against(parsed, geometry, model)
             if not torch.cuda.is_available() and faster_dtype(config) is not None:
-                notes.append(f"{model}: {slow_here(config)}")
+                notes += [f"{model}: {slow_here(config)}", f"{model}: {cache_stays(config)}"]
             reach = reachable(geometry, element, tokens)
             notes += say_reachable(reach)
             faults += found
@@ -145,7 +147,7 @@ def command(
 
 
 command.option_groups = {
-    "Measuring on the model": ("measure", "text", "margin", "out", "again", "dtype", "device"),
+    "Measuring on the model": ("measure", "text", "margin", "out", "again", "dtype", "cache_dtype", "device"),
 }
 
 
@@ -167,7 +169,9 @@ def _measure(
     try:
         with stopped(lambda: kept_in(out)):
             with console.status(f"loading {model}"):
-                subject = Subject.load(model, dtype=given["dtype"], device=given["device"])
+                subject = Subject.load(
+                    model, dtype=given["dtype"], cache_dtype=given["cache_dtype"], device=given["device"]
+                )
             found = check_model(
                 subject,
                 text,

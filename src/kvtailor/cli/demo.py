@@ -64,7 +64,10 @@ YOUR_TURN = (
 
 @click.command(short_help="The tour: answers from a compressed cache, and what it cost.")
 @click.option(
-    "--model", default="demo", show_default=True, help="'demo' or 'demo-draft' (embedded), a folder, or a hub name."
+    "--model",
+    default="demo",
+    show_default=True,
+    help="'demo' or 'demo-draft' (embedded), a folder, a GGUF file, or a hub name.",
 )
 @click.option(
     "--state", type=click.IntRange(0, 999_999), default=3, show_default=True, help="Another text with other facts."
@@ -193,7 +196,7 @@ def _answers(subject: Subject, contestants: list[Contestant], state: int, consol
 
     weights = subject.weights()
     size = f", {weights[0] / 1e6:.1f} million parameters" if weights else ""
-    documents, dtype = _documents(subject, state), str(subject.dtype).removeprefix("torch.")
+    documents, dtype = _documents(subject, state), str(subject.cache_dtype).removeprefix("torch.")
     console.print()
     console.rule(f"see it: one text, {FACTS} questions, {len(contestants)} caches", align="left", style="dim")
     console.print()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvtailor.cli.words.dtypes import dtype_options
 from kvtailor.cli.words.groups import GroupedCommand
 from kvtailor.cli.words.lines import columns, python_lines, say, wrapped
 from kvtailor.cli.words.sharing import share_option
@@ -32,14 +33,14 @@ _NAME = 16  # columns of a name of a plan that the others leave on a terminal of
 
 
 @click.command(cls=GroupedCommand, short_help="Find the plan that is cut to your memory, and show that it is.")
-@click.option("--model", help="'demo' (embedded), a folder, or a hub name.  [demo, or that of --out]")
+@click.option("--model", help="'demo' (embedded), a folder, a GGUF file, or a hub name.  [demo, or that of --out]")
 @click.option(
     "--text", "texts", multiple=True,
     help="A text file like your model's work; may be given again. 'generated': made up, to try it out.",
 )  # fmt: skip
 @click.option(
     "--memory",
-    help="Bytes that the cache of all rows may have: 2GiB, 300KiB, or 25% of the full one in the model's dtype.",
+    help="Bytes that the cache of all rows may have: 2GiB, 300KiB, or 25% of the full one in the cache's dtype.",
 )
 @click.option("--bytes-per-token", type=float, help="The same for one token of one row.")
 @click.option("--keep-bytes", help="The same as a share of the uncompressed cache: 25% or 0.25.")
@@ -76,7 +77,7 @@ _NAME = 16  # columns of a name of a plan that the others leave on a terminal of
     "--ray", is_flag=False, flag_value="here", metavar="[ADDRESS]", help="Measure on a Ray cluster, as in `bench`."
 )
 @click.option("--resources", metavar="LINE", help="What a measurement takes on the cluster.  [cpus=1]")
-@click.option("--dtype", help="float32, bfloat16 or float16; otherwise the checkpoint's own.")
+@dtype_options
 @click.option("--device", help="Such as cpu or cuda.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
 @click.pass_context
@@ -118,7 +119,7 @@ command.option_groups = {
     "What you have": ("model", "texts", "context", "batch", "memory", "bytes_per_token", "keep_bytes"),
     "What it may lose": ("loss", "points", "tpot"),
     "What is tried, and on what": ("tasks", "proof_tasks", "without", "effort", "no_times", "state"),
-    "Where it runs": ("dtype", "device", "share", "ray", "resources"),
+    "Where it runs": ("dtype", "cache_dtype", "device", "share", "ray", "resources"),
     "Results": ("out", "again", "as_json"),
 }
 
@@ -139,7 +140,12 @@ def _fit(options: dict[str, Any], console: Console) -> dict[str, Any]:
         )
     with executor_of(options["ray"], console) as executor:
         with console.status(f"loading {options['model']}"):
-            subject = Subject.load(options["model"], dtype=options["dtype"], device=options["device"])
+            subject = Subject.load(
+                options["model"],
+                dtype=options["dtype"],
+                cache_dtype=options["cache_dtype"],
+                device=options["device"],
+            )
         context = options["context"]
         if context is None:
             context = 2048 if subject.positions is None else min(2048, subject.positions - CONTINUATION)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvtailor.cli.torchrun import under_torchrun
+from kvtailor.cli.words.dtypes import dtype_options
 
 if TYPE_CHECKING:
     from kvtailor.bench.contestant import Contestant
@@ -80,7 +81,8 @@ class Generated:
         bytes_full: what the same tokens take uncompressed.
         ttft_seconds: from the call to the first token: prefill and compression.
         tpot_seconds: for each further token, on average.
-        dtype: of the model, and so of the cache whose bytes are `bytes_full`.
+        dtype: in which the model computes.
+        cache_dtype: of the cache whose bytes are `bytes_full`.
         started_cold: this was the process's first generation: times include what the first use of anything costs.
     """
 
@@ -98,6 +100,7 @@ class Generated:
     tpot_seconds: float | None
     started_cold: bool = True
     dtype: str | None = None
+    cache_dtype: str | None = None
 
 
 def generate(
@@ -170,7 +173,8 @@ def generate(
         ttft_seconds=times[0] - begin if times else None,
         tpot_seconds=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
         started_cold=cold,
-        dtype=str(subject.model.dtype).removeprefix("torch."),
+        dtype=str(subject.dtype).removeprefix("torch."),
+        cache_dtype=str(subject.cache_dtype).removeprefix("torch."),
         **{name: weight.get(name) for name in _WEIGHED},
     )
 
@@ -183,7 +187,10 @@ def _number(option: click.Parameter, value: float) -> float:
 
 @click.command(short_help="Generate text on a compressed cache.")
 @click.option(
-    "--model", default="demo", show_default=True, help="'demo' or 'demo-draft' (embedded), a folder, or a hub name."
+    "--model",
+    default="demo",
+    show_default=True,
+    help="'demo' or 'demo-draft' (embedded), a folder, a GGUF file, or a hub name.",
 )
 @click.option("--plan", default="full", show_default=True, help='One line, such as "snapkv @ tokens=256".')
 @click.option("--prompt", help="The prompt itself.")
@@ -213,7 +220,7 @@ def _number(option: click.Parameter, value: float) -> float:
     is_flag=True,
     help="Allow more tokens than the model has positions; with streamingllm and --chunk no distance exceeds them.",
 )
-@click.option("--dtype", help="float32, bfloat16 or float16; otherwise the checkpoint's own.")
+@dtype_options
 @click.option("--device", help="Such as cpu or cuda.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
 def command(
@@ -230,6 +237,7 @@ def command(
     chunk: int | None,
     beyond: bool,
     dtype: str | None,
+    cache_dtype: str | None,
     device: str | None,
     as_json: bool,
 ) -> None:
@@ -262,7 +270,7 @@ def command(
         contestant = Contestant.named(plan)
         with console.status(f"loading {model}"):
             started(device, begin=True)
-            subject = Subject.load(model, dtype=dtype, device=device)
+            subject = Subject.load(model, dtype=dtype, cache_dtype=cache_dtype, device=device)
         ids = subject.message(text, system=system, template=template) if chat else subject.prompt(text)
         if beyond:
             _check_beyond(subject)
@@ -367,7 +375,7 @@ def _say(found: Generated, console: Any) -> None:
     lines = []
     if found.bytes_held is not None and found.bytes_full:
         share = 100 * found.bytes_held / found.bytes_full
-        of = "" if found.dtype is None else f" in {found.dtype}"
+        of = "" if found.cache_dtype is None else f" in {found.cache_dtype}"
         held, full = byte_text(found.bytes_held), byte_text(found.bytes_full)
         lines.append(f"cache   {held} held, {full} full{of}: {share:.1f} %")
     if found.tokens_held is not None:

@@ -34,10 +34,10 @@ _LATER = 512
 @click.argument("plan", nargs=-1, required=True)
 @click.option(
     "--model",
-    help="'demo' or 'demo-draft' (embedded), a folder, or a hub name: its sizes instead of the next two options.",
+    help="'demo' or 'demo-draft', a folder, a GGUF file, or a hub name: its sizes instead of the next two options.",
 )
 @click.option("--head-size", type=click.IntRange(1), default=128, show_default=True, help="Of a key and of a value.")
-@click.option("--dtype", type=click.Choice(list(ELEMENT_SIZES)), help="Of the cache.  [the model's own, else bfloat16]")
+@click.option("--cache-dtype", type=click.Choice(list(ELEMENT_SIZES)), help="[the checkpoint's own, else bfloat16]")
 @click.option(
     "--context",
     "--tokens",
@@ -57,7 +57,7 @@ def command(
     plan: tuple[str, ...],
     model: str | None,
     head_size: int,
-    dtype: str | None,
+    cache_dtype: str | None,
     tokens: int | None,
     batch: int,
     link: str | None,
@@ -76,14 +76,14 @@ def command(
     from kvtailor.plan.check import BUDGETS
 
     parsed, named = read_plan(plan), _named(" ".join(plan))
-    sizes: dict[str, Any] = {"model": model, "head_size": head_size, "dtype": dtype or "bfloat16"}
+    sizes: dict[str, Any] = {"model": model, "head_size": head_size, "dtype": cache_dtype or "bfloat16"}
     config: Any = None
-    geometry = None
+    geometry = own = None
     if model is not None:
         from kvtailor.hf.model.config import config_of
 
         config = config_of(model)
-        geometry, known = _sizes_of(config, dtype)
+        geometry, known = _sizes_of(config, cache_dtype)
         sizes |= known
     if tokens is None and not (link is None and step_ms is None):
         raise click.UsageError(
@@ -108,19 +108,21 @@ def command(
         from kvtailor.hf.model.key_bias import said_without_weights
         from kvtailor.hf.model.loading import faster_dtype
 
-        if dtype is None and faster_dtype(config) is not None:
-            notes.append(
-                f"where {model} computes on this CPU, which has no arithmetic for {sizes['dtype']}, it computes in "
-                "float32, and its cache is of that as well: --dtype float32 shows its bytes"
-            )
+        if cache_dtype is None and (faster := faster_dtype(config)) is not None:
+            own = faster.itemsize
+            if geometry.full_bytes(1, 1, 1, own) > geometry.full_bytes(1, 1, 1) or geometry.has_states:
+                notes.append(
+                    f"the model's own windows and states are counted in float32, in which this CPU computes for want "
+                    f"of arithmetic in {sizes['dtype']}"
+                )
         harm = said_without_weights(parsed, model, geometry)
         notes += [] if harm is None else [f"warning: {harm}"]
     held = step = size = None
     if batch > 1 and tokens is None:
         raise click.UsageError("--batch needs --context, the length of each row")
     if tokens is not None and geometry is not None:
-        size, grown = _sizes_at(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], tokens, batch)
-        held = holding(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], size)
+        size, grown = _sizes_at(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], tokens, batch, own)
+        held = holding(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], size, own)
         say_holding(parsed, held, size, grown)
         step = _forecast(parsed, sizes, cost, held, link, step_ms, batch)
     for note in notes:
@@ -164,8 +166,10 @@ def _sizes_of(config: Any, dtype: str | None) -> tuple[Geometry, dict[str, Any]]
     }
 
 
-def _sizes_at(plan: Plan, geometry: Geometry, element: int, tokens: int, batch: int) -> tuple[CacheSize, CacheSize]:
-    """The size of a cache after a prompt, and some decoded tokens later."""
+def _sizes_at(
+    plan: Plan, geometry: Geometry, element: int, tokens: int, batch: int, own: int | None
+) -> tuple[CacheSize, CacheSize]:
+    """The size of a cache after a prompt, and some decoded tokens later; of `own` see `forecast_size`."""
     from kvtailor.hf.sizes.size import forecast_size
 
     now, grown = (
@@ -175,6 +179,7 @@ def _sizes_at(plan: Plan, geometry: Geometry, element: int, tokens: int, batch: 
             context=tokens,
             batch=batch,
             element_size=element,
+            own_size=own,
             new_tokens=more,
             count_states=geometry.state_bytes(element) is not None,
         )

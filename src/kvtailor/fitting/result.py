@@ -61,7 +61,7 @@ class Fit:
 
     Attributes:
         model: its name.
-        dtype: of weights and cache.
+        dtype: of the cache.
         question: what was asked.
         full: bytes of the uncompressed cache at the question's context and batch.
         effort: how much was tried.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.model.cache_dtype import dtype_of_caches
 from kvtailor.hf.model.config import config_of
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.sizes.of_model import known_size
@@ -41,7 +42,7 @@ class Sizer:
     @classmethod
     def of(cls, model: Any, *, context: int, batch: int) -> Sizer:
         """Return the sizes on a model."""
-        return cls(model=model, config=model.config, dtype=model.dtype, context=context, batch=batch)
+        return cls(model=model, config=model.config, dtype=dtype_of_caches(model), context=context, batch=batch)
 
     @classmethod
     def named(cls, name: str, dtype: str, *, context: int, batch: int) -> Sizer:

@@ -140,7 +140,7 @@ class Fitting:
         own = [record for record in records if record.plan_hash == plan.hash and record.tokens_by_head]
         return Fit(
             model=self.subject.name,
-            dtype=str(self.subject.dtype).removeprefix("torch."),
+            dtype=str(self.subject.cache_dtype).removeprefix("torch."),
             question=self.question,
             full=self.sizer.full,
             effort=self.effort.name,

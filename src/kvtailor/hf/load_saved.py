@@ -83,7 +83,7 @@ def load_cache(model: Any, path: str | os.PathLike[str], *, graphs: bool = False
     _check_model(name, files[0], cache, model)
     if graphs:
         # Made anew, so that steps that cannot be recorded are refused in those words: nothing is wrong with the file.
-        cache = cache_for(model, about["plan"], graphs=True, cache_dtype=cache.guard.stored_dtype)
+        cache = cache_for(model, about["plan"], graphs=True, cache_dtype=cache.guard.stored_dtype or model.dtype)
     with agreed(share, CacheFileError):
         try:
             if len(files) == 1 and files[0].shard.ranks == share.ranks:
@@ -309,12 +309,13 @@ def _fill(cache: KvCache, layers: list[Any], saved: Mapping[str, Tensor], model:
     cache.guard.real = real
 
 
-def _stored(name: str, file: _Part, model: Any) -> torch.dtype | None:
-    """In which dtype the cache held what a model in float32 made; None: in the model's own."""
+def _stored(name: str, file: _Part, model: Any) -> torch.dtype:
+    """In which dtype the cache held keys and values."""
     said = file.about["cache_dtype"]
     # A model in another dtype than the one that it was saved from is refused where models are compared.
     if said is None or model.dtype is not torch.float32:
-        return None
+        own: torch.dtype = model.dtype
+        return own
     try:
         return _dtype(said)
     except ValueError as error:

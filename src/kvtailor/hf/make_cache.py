@@ -67,7 +67,8 @@ def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False, cache_dtype
             the time that such a cache is alive the model's `forward` is ours, which replays what it can and runs the
             model's own forward for everything else; `cache.replays` counts both.
         cache_dtype: in which keys and values are held. bfloat16 or float16 halve the bytes of a model in float32, whose
-            queries, softmax and outputs stay float32, as do the model's own windows and states. None: the model's own.
+            queries, softmax and outputs stay float32, as do the model's own windows and states. None: what
+            `kvtailor.load_model` chose for this model, else the model's own.
 
     Raises:
         ArgumentError: a cache of this model cannot hold that dtype.
@@ -90,7 +91,7 @@ def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False, cache_dtype
     if stored is not None and share.ranks > 1:
         raise CacheMisuse(
             f"asked for a cache in {str(stored).removeprefix('torch.')} of a model in float32 that {share.ranks} "
-            "processes share, which was not tried: load the model in that dtype, or leave cache_dtype= out"
+            "processes share, which was not tried: load the model in that dtype, or ask for cache_dtype=torch.float32"
         )
     made = ReplayedCache if graphs else cache_class(config)
     cache = made(parsed, geometry, config, share=share, stored_dtype=stored)

@@ -1,5 +1,7 @@
 """What is farther from a model in a finer dtype than its own ways are, lost something; rounding is no fraud."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.support.seam.zoo import build
@@ -8,7 +10,7 @@ from kvtailor import cache_for
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.checks.reference import Reference, finer, judge, reference_of
 from kvtailor.bench.checks.scores import check_identity
-from kvtailor.bench.contestant import OTHER_ATTENTION, OWN, Contestant
+from kvtailor.bench.contestant import OTHER_ATTENTION, OWN, OWN_ROUNDED, Contestant
 from kvtailor.bench.runner import contestants_of, run
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.perplexity import Perplexity, score_window
@@ -201,14 +203,31 @@ def test_rounding_on_an_odd_text_is_no_fraud(half, with_truth, monkeypatch):
     assert full.error is None and h2o.error is None
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.fixture(scope="module")
+def rounded():
+    return Subject.load("demo", dtype="float32", cache_dtype="bfloat16")
+
+
+def test_a_cache_in_less_than_its_model_is_held_to_the_models_own_that_rounds_as_it_does(rounded):
+    """And not to one that rounds nothing, from which it is farther away."""
+    (window, *_) = TASK.cut(rounded)
+    full, own, unrounded = (
+        score_window(rounded, each, window.context, window.targets)[0]
+        for each in (Contestant.of("full"), OWN_ROUNDED, OWN)
+    )
+    assert float((full - own).abs().mean()) < 0.2 * float((full - unrounded).abs().mean())
+    (record,) = run(rounded, contestants_of(["full"]), [TASK], bandwidth=False)
+    assert record.error is None and (record.dtype, record.cache_dtype) == ("float32", "bfloat16")
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", None), ("float32", None), ("float32", "bfloat16")])
 @pytest.mark.parametrize("with_truth", [True, False])
-def test_lost_tokens_on_an_odd_text_are_one(dtype, with_truth, monkeypatch):
+def test_lost_tokens_on_an_odd_text_are_one(dtypes, with_truth, monkeypatch):
     from kvtailor.bench.checks import reference as module
 
     if not with_truth:
         monkeypatch.setattr(module, "free_bytes", lambda device: 1000)
-    model = Subject.load("demo", dtype=dtype)
+    model = Subject.load("demo", dtype=dtypes[0], cache_dtype=dtypes[1])
     broken = Subject(name="demo", model=model.model, tokenizer=model.tokenizer,
                      make_cache=lambda model, plan: cache_for(model, "streaming @ keep=0.5"))  # fmt: skip
     with pytest.raises(Fraud, match="identity: .*plan 'full'"):
@@ -235,10 +254,10 @@ def test_a_row_that_only_the_text_reads_is_told_too(half):
 
 
 @pytest.mark.parametrize("plan", ["streaming @ keep=0.99", "kivi(bits=8, group=8, recent=8)"])
-def test_half_precision_hides_nothing_since_a_finer_dtype_is_asked_too(half, plan):
+@pytest.mark.parametrize(("of", "finest"), [("half", "float32"), ("rounded", "float64")])
+def test_half_precision_hides_nothing_since_a_finer_dtype_is_asked_too(of, finest, plan, request):
     """In bfloat16 alone neither is farther from the truth than the model's own cache."""
-    broken = Subject(
-        name="demo", model=half.model, tokenizer=half.tokenizer, make_cache=lambda model, asked: cache_for(model, plan)
-    )
-    with pytest.raises(Fraud, match="identity: with the weights in float32, plan 'full' .* of 80 tokens of odd text"):
+    given = request.getfixturevalue(of)
+    broken = replace(given, make_cache=lambda model, asked: cache_for(model, plan))
+    with pytest.raises(Fraud, match=f"identity: with the weights in {finest}, plan 'full' .* 80 tokens of odd text"):
         run(broken, contestants_of(["full"]), [TASK], bandwidth=False)

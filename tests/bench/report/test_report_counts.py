@@ -77,3 +77,20 @@ def test_a_plan_that_did_nothing_is_named() -> None:
     smaller = replace(idle, bytes_held=900)
     for each in (other, moved, skips, smaller):
         assert not noted([FULL, each], "did nothing here")
+
+
+def test_shares_say_of_which_dtype_they_are_also_where_a_cache_is_in_another_than_its_model() -> None:
+    def told(**dtypes: str) -> str:
+        (note,) = noted([replace(each, bytes_full=2000, **dtypes) for each in (FULL, ONE)], "Shares of bytes")
+        return note
+
+    assert told(dtype="bfloat16").endswith(", in bfloat16 as this model.")
+    assert told(dtype="float32").endswith(", in float32 as this model; of one in 16 bits they are twice as large.")
+    half = told(dtype="float32", cache_dtype="bfloat16")
+    assert half.endswith(", in bfloat16, where this model computes in float32.")
+
+
+def test_numbers_of_a_cache_in_another_dtype_stand_apart() -> None:
+    half = replace(FULL, cache_dtype="bfloat16", started="2030-01-01T00:00:00.000+00:00")
+    assert half.key != FULL.key and FULL.key == replace(FULL, cache_dtype=None).key
+    assert len(noted([FULL, ONE, half], "Left out: ")) == 1 and not noted([FULL, ONE], "Left out: ")

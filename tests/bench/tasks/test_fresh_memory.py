@@ -151,7 +151,8 @@ def test_memory_that_cannot_be_measured_is_null_and_says_why():
 @pytest.mark.long
 def test_a_fresh_process_grows_by_what_the_ledger_says():
     plans = contestants_of(["snapkv @ keep=0.25"])
-    own, full, snap = run(Subject.load("demo"), plans, [Memory(context=1500)], bandwidth=False)
+    demo = Subject.load("demo")
+    own, full, snap = run(demo, plans, [Memory(context=1500)], bandwidth=False)
     assert full.point == {"context": 1500, "batch": 1, "caches": 4}
     for record in (full, snap):
         assert record.error is None
@@ -161,4 +162,6 @@ def test_a_fresh_process_grows_by_what_the_ledger_says():
         assert record.bytes_held < record.bytes_peak_decode < record.bytes_peak
         assert record.metrics["bytes_before"] > record.weight_bytes
     assert snap.bytes_resident < 0.35 * full.bytes_resident
-    assert own.bytes_resident == pytest.approx(full.bytes_full, rel=0.1)
+    # What transformers makes is in the dtype in which the model computes.
+    wider = demo.dtype.itemsize / demo.cache_dtype.itemsize
+    assert own.bytes_resident == pytest.approx(wider * full.bytes_full, rel=0.1)

@@ -133,7 +133,7 @@ def _tokens(record: Record) -> Iterator[tuple[str, str]]:
 def _constants(records: Sequence[Record]) -> Iterator[Finding]:
     """Equal bytes of one method at very different tokens, and equal peaks at different sizes."""
     weighed = [r for r in records if r.bytes_held and r.tokens_held and r.bytes_full and r.tokens_seen and not r.error]
-    for (method, *_), group in _by(weighed, lambda r: (r.plan.split(" @ ")[0], r.model, r.dtype, r.bytes_held)):
+    for (method, *_), group in _by(weighed, lambda r: (r.plan.split(" @ ")[0], r.model, r.dtypes, r.bytes_held)):
         least, most = min(group, key=_plain_bytes), max(group, key=_plain_bytes)
         if _plain_bytes(most) > _TOKENS_FACTOR * _plain_bytes(least):
             yield Finding(

@@ -17,6 +17,7 @@ is in none.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvtailor.bench.contestant import OTHER_ATTENTION, OWN, Contestant
+from kvtailor.bench.contestant import OTHER_ATTENTION, OWN_ROUNDED, Contestant
 from kvtailor.bench.measure.machine import free_bytes
 from kvtailor.bench.measure.statistics import FEWEST, student_quantile
 from kvtailor.bench.subject import Subject
@@ -77,15 +78,15 @@ def reference_of(subject: Subject, score: Score, tokens: int, judged: Contestant
         subject: the model.
         score: of the pieces under a contestant.
         tokens: of the longest piece.
-        judged: a plan that is computed in the finer dtype as well, where the model is in half precision.
+        judged: a plan that is computed in the finer dtype as well, where model or cache is in half precision.
     """
-    stock, half = subject.stock_attention, subject.dtype.itemsize <= 2
-    ways = {stock or "its own attention": score(OWN)}
+    stock, half = subject.stock_attention, subject.cache_dtype.itemsize <= 2
+    ways = {stock or "its own attention": score(OWN_ROUNDED)}
     if stock is not None and tokens <= _LONGEST:
         ways["sdpa" if stock == "eager" else "eager"] = score(OTHER_ATTENTION)
     try:
         with finer(subject) as dtype:
-            truth = [each.double() for each in score(OWN)]
+            truth = [each.double() for each in score(OWN_ROUNDED)]
             finely = None if judged is None or not half else score(judged)
             return Reference(truth, dtype, ways, finely=finely)
     except (KvtailorError, RuntimeError, NotImplementedError, TypeError) as error:
@@ -238,6 +239,9 @@ def finer(subject: Subject) -> Iterator[torch.dtype]:
         raise KvtailorError(f"in {dtype} its largest layer and what is in none take {needs} bytes, and {free} are free")
     stock = subject.stock_attention
     with ExitStack() as stack:
+        # That a cache of ours computes in float32 is known here.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="this model is in float64")
         kept: list[tuple[Tensor, Tensor]] = []
         stack.callback(_restore, kept)
         _make_finer(outside, dtype, kept)

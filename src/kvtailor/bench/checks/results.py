@@ -169,7 +169,7 @@ def _results(records: Sequence[Record], names: Sequence[str] = ("nll", "kl")) ->
     for record in records:
         name = next((name for name in names if name in record.values), None)
         if name is not None and record.error is None:
-            of_task = found.setdefault((record.model, record.dtype, record.task, name), {})
+            of_task = found.setdefault((record.model, record.dtypes, record.task, name), {})
             of_task.setdefault(record.plan_hash, _Result(record, name, [])).records.append(record)
     return [list(by_plan.values()) for by_plan in found.values()]
 

@@ -42,7 +42,7 @@ def check_identity(
 
     Args:
         ours, own: log-probabilities of the same tokens, a tensor (t,) for each window.
-        dtype: of the model.
+        dtype: of the model's caches.
         what: name of the text.
         reference: what some windows are held to.
         tolerance: most nats of one token that a caller allows; None: rounding is judged.
@@ -136,7 +136,7 @@ def check_whole_budget(
         plan: as the user wrote it.
         whole: what was tried in its place.
         ours, full: (t,) log-probability of the same tokens.
-        dtype: of the model.
+        dtype: of the model's caches.
         what: name of the text.
         closer: scores of more tokens under what was tried, and what they are held to; asked where the first ones are
             not near enough.

@@ -67,13 +67,13 @@ class WholeBudgets:
             ours = self._score(whole, self._few)
         except (KvtailorError, ValueError) as error:
             return (f"Its whole budget could not be tried as {whole.text}: {error}",)
-        finely = self._subject.dtype.itemsize <= 2 and self._try_finely(contestant, whole)
+        finely = self._subject.cache_dtype.itemsize <= 2 and self._try_finely(contestant, whole)
         checks.check_whole_budget(
             contestant.label,
             str(whole.text),
             ours,
             self._of_full,
-            self._subject.dtype,
+            self._subject.cache_dtype,
             self._what,
             lambda: (self._score(whole, self._many), self._held()),
             finely,

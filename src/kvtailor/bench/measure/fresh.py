@@ -44,7 +44,7 @@ def ask(
 
     Args:
         module: dotted name of a module that calls `answer` when it is run.
-        subject: model, dtype and device to load.
+        subject: model, dtypes and device to load.
         contestant: the plan.
         settings: JSON values for the job.
         limit: seconds after which the process is ended.
@@ -52,6 +52,7 @@ def ask(
     request = {
         "model": subject.name,
         "dtype": str(subject.dtype).removeprefix("torch."),
+        "cache_dtype": str(subject.cache_dtype).removeprefix("torch."),
         "device": str(subject.device),
         "plan": contestant.text,
         "settings": dict(settings),
@@ -111,7 +112,8 @@ def answer(job: Callable[[Subject, Contestant, Gauge, Mapping[str, Any]], dict[s
     device = torch.device(request["device"])
     gauge = gauge_of(device)
     try:
-        model, tokenizer = load(request["model"], dtype=getattr(torch, request["dtype"]), device=device)
+        dtypes = {name: getattr(torch, request[name]) for name in ("dtype", "cache_dtype")}
+        model, tokenizer = load(request["model"], **dtypes, device=device)
         subject = Subject(name=request["model"], model=model, tokenizer=tokenizer)
         plan = request["plan"]
         contestant = OWN if plan is None else Contestant.of(plan)

@@ -20,6 +20,7 @@ from kvtailor.errors import KvtailorError
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs.replayed_cache import ReplayedCache
 from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.model.cache_dtype import dtype_of_caches
 from kvtailor.hf.model.processes import started
 from kvtailor.hf.model.vocabulary import token_rows
 from kvtailor.hf.run.kept_prompt import CannotKeep, KeptPrompt, difference, fill, keep, why_own
@@ -311,7 +312,7 @@ def _alike(one: Tensor, two: Tensor) -> bool:
 def _estimate(model: Any, cache: KvCache, ids: Tensor, needs: Needs, last_only: bool) -> int:
     """Bytes that a kept prompt is going to take, spare slots among them."""
     rows, tokens = ids.shape
-    element = getattr(model, "dtype", torch.float32).itemsize
+    element = dtype_of_caches(model).itemsize
     geometry = cache.own_geometry
     found = geometry.full_bytes(rows, tokens + max(16, tokens // 32), element)
     for shape in geometry.compressed_shapes:

@@ -94,7 +94,7 @@ def of_one_model(records: Sequence[Record]) -> tuple[list[Record], int]:
     """
 
     def model(record: Record) -> tuple[str | None, ...]:
-        return record.model, record.model_hash, record.dtype, record.device
+        return record.model, record.model_hash, record.dtypes, record.device
 
     single = latest(records)
     if not single:

@@ -141,7 +141,9 @@ def estimate(prepared: Prepared, rates: Rates) -> Estimate:
         raise KvtailorError(
             f"asked for an estimate of {prepared.subject.name}, whose matrices are not known: run a piece"
         )
-    shapes = _Shapes(Geometry.of(model.config), weights, prepared.subject.dtype.itemsize)
+    shapes = _Shapes(
+        Geometry.of(model.config), weights, prepared.subject.dtype.itemsize, prepared.subject.cache_dtype.itemsize
+    )
     parts = tuple(_part(job, shapes, rates) for job in prepared.jobs)
     longest = max((n for job in prepared.jobs for n in _prompts(job)), default=0)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -155,18 +157,19 @@ def estimate(prepared: Prepared, rates: Rates) -> Estimate:
 
 @dataclass(frozen=True)
 class _Shapes:
-    """What a model computes and reads."""
+    """What a model computes and reads; bytes of an element of the weights and of the cache."""
 
     geometry: Geometry
     weights: Weights
     element: int
+    cache_element: int
 
     def cache(self, tokens: int) -> int:
         """Bytes of an uncompressed cache of one row."""
         each = (
             s.kv_heads * (s.key_size + s.value_size) * min(tokens, s.window or tokens) for s in self.geometry.shapes
         )
-        return self.element * sum(each)
+        return self.cache_element * sum(each)
 
     def prompt(self, tokens: int, rates: Rates) -> float:
         flops = prefill_flops(self.weights, self.geometry, rows=1, tokens=tokens)

@@ -50,7 +50,7 @@ def fit_shares(suite: Suite, subject: Subject, known: Mapping[str, str] | None =
     context = suite.settings_of(subject.name).get("context")
     if not isinstance(context, int) or context < 1:
         raise SuiteError(suite.name, [f"share= needs the setting `context` in tokens, found {context!r}: give it"])
-    geometry, size = Geometry.of(subject.model.config), subject.dtype.itemsize
+    geometry, size = Geometry.of(subject.model.config), subject.cache_dtype.itemsize
     full = forecast_size(Plan.parse("full"), geometry, context=context, element_size=size).full
     found = dict(known or {})
     stored: dict[Any, SegmentBytes] = {}

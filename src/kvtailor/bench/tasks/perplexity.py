@@ -28,7 +28,7 @@ from kvtailor.bench import checks
 from kvtailor.bench.checks.probing import fed_scores, probe, rounding_of
 from kvtailor.bench.checks.reference import Reference, reference_of
 from kvtailor.bench.checks.whole import WholeBudgets
-from kvtailor.bench.contestant import OWN, Contestant
+from kvtailor.bench.contestant import OWN_ROUNDED, Contestant
 from kvtailor.bench.measure.cache_fields import weigh
 from kvtailor.bench.subject import Subject, Tokens, hash_of
 from kvtailor.bench.tasks.contract import Demand, PlanByPlan, Sample, Scored
@@ -212,7 +212,7 @@ class Perplexity(PlanByPlan):
         tried = shared.whole.check(contestant)
         scored = self._run(subject, contestant, windows, advance)
         if contestant.is_full:
-            shared.own = shared.own or self._run(subject, OWN, windows, advance)
+            shared.own = shared.own or self._run(subject, OWN_ROUNDED, windows, advance)
             said = self._check_identity(subject, scored, shared.own, windows)
             tried += () if said is None else (said,)
         nll = tuple(-float(s.mean()) for s, _ in scored)
@@ -327,7 +327,7 @@ class Perplexity(PlanByPlan):
 
             return reference_of(subject, score, self.context + self.continuation, Contestant.of("full"))
 
-        return checks.check_identity(flat, stock, subject.dtype, self.source, reference, self.tolerance)
+        return checks.check_identity(flat, stock, subject.cache_dtype, self.source, reference, self.tolerance)
 
 
 def origin_notes(source: str, origin: str | None) -> list[str]:
@@ -344,7 +344,7 @@ def whole_budgets(
     subject: Subject, contestants: Sequence[Contestant], window: Window, source: str
 ) -> WholeBudgets:  # fmt: skip
     """Tries plans at their whole budget on the first tokens after a window's context, fed one at a time."""
-    full = next((contestant for contestant in contestants if contestant.is_full), OWN)
+    full = next((contestant for contestant in contestants if contestant.is_full), OWN_ROUNDED)
 
     def score(contestant: Contestant, count: int) -> Tensor:
         return score_window(subject, contestant, window.context, window.targets[:count], chunk=1)[0]

@@ -173,7 +173,11 @@ class Speculation(AllAtOnce):
     def score_all(
         self, subject: Subject, contestants: Sequence[Contestant], sample: Sample, turns: Turns
     ) -> Mapping[str, Scored]:
-        small = None if self.draft is None else load(self.draft, dtype=subject.dtype, device=str(subject.device))[0]
+        small = None
+        if self.draft is not None:
+            small, _ = load(
+                self.draft, dtype=subject.dtype, cache_dtype=subject.cache_dtype, device=str(subject.device)
+            )
         sides = {contestant.hash: DraftRounds() for contestant in contestants}
         meter = Neighbours()
 

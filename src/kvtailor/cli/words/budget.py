@@ -83,7 +83,7 @@ def _budget(plan: Plan, tokens: int, geometry: Geometry | None, element: int) ->
     return int(total) // sum(shape.heads for shape in shapes)
 
 
-def holding(plan: Plan, geometry: Geometry, element: int, size: CacheSize) -> Holding:
+def holding(plan: Plan, geometry: Geometry, element: int, size: CacheSize, own: int | None = None) -> Holding:
     """What is held of one row of a prompt.
 
     Args:
@@ -91,12 +91,13 @@ def holding(plan: Plan, geometry: Geometry, element: int, size: CacheSize) -> Ho
         geometry: of the model.
         element: bytes of an element of the cache's dtype.
         size: of the cache after the prompt.
+        own: bytes of an element of the model's own windows and states; None: as of the cache's.
     """
     from kvtailor.plan.arguments import with_nested
     from kvtailor.plan.registry import Codec
 
     shapes, tokens = geometry.compressed_shapes, size.context
-    everything = geometry.full_bytes(1, tokens, element)
+    everything = geometry.full_bytes(1, tokens, element, own)
     copies = size.batch * sum(shape.kv_heads for shape in shapes)
     held = size.tokens.high // copies if copies else tokens
     recent = min(size.tail, held) if plan.encode.block else held
@@ -118,7 +119,7 @@ def holding(plan: Plan, geometry: Geometry, element: int, size: CacheSize) -> Ho
         bytes=round(codes + recent * full),
         full_bytes=everything,
         window_bytes=everything - full * tokens,
-        state_bytes=geometry.state_bytes(element),
+        state_bytes=geometry.state_bytes(own or element),
     )
 
 

@@ -45,7 +45,10 @@ def obstacle(cache: KvCache, model: Any) -> str | None:
         return f"this {geometry.model_type} computes its rotary frequencies anew from the length of the text"
     if cache.guard.stored_dtype is not None:
         held = str(cache.guard.stored_dtype).removeprefix("torch.")
-        return f"the cache holds {held} of a model in float32, which steps that are recorded were not tried with"
+        return (
+            f"the cache holds {held} of a model in float32, which steps that are recorded were not tried with "
+            "(cache_dtype=torch.float32 holds what is computed)"
+        )
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         return f"the model's weights are on {len(devices)} devices"

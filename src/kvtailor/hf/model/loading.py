@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from kvtailor.errors import KvtailorError, ModelNotFound
 from kvtailor.hf.model import embedded
+from kvtailor.hf.model.cache_dtype import set_cache_dtype
 from kvtailor.hf.model.calibrated import UNTRAINED
 from kvtailor.hf.model.config import (
     RANDOM,
@@ -39,6 +40,7 @@ from kvtailor.ops.sizes import binary
 from kvtailor.plan.calls import check_call
 
 __all__ = [
+    "cache_stays",
     "check_device",
     "cpu_computes",
     "faster_dtype",
@@ -63,6 +65,7 @@ def load(
     model: str | Path,
     *,
     dtype: torch.dtype | str | None = None,
+    cache_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     processes: Processes = ALONE,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -74,6 +77,9 @@ def load(
             one of `hf.model.config.RANDOM_SHAPES`, such as "random-llama".
         dtype: of the weights. None: that of the checkpoint's own config; float32 in place of 16 bits on a CPU without
             arithmetic for them, which a warning reports.
+        cache_dtype: in which the model's caches hold keys and values, unless `kvtailor.cache_for` is asked otherwise.
+            None: the model's own; the checkpoint's 16 bits where the CPU has no arithmetic for them, which a warning
+            reports.
         device: to put the weights on. None: CPU.
         processes: that share the model by tensor parallelism, each on a device of its own.
 
@@ -83,6 +89,7 @@ def load(
     Raises:
         ModelNotFound: neither on this disk nor had from the hub, or what is there cannot be read as a model with its
             tokenizer.
+        ArgumentError: a cache of this model cannot hold `cache_dtype`.
         KvtailorError: there is no such device here, or several processes cannot share the model.
     """
     check_device(device)
@@ -92,7 +99,7 @@ def load(
                 f"asked for {model} on {processes.size} processes: random weights are made in one; give a model that "
                 "is read from a folder or the hub, such as demo"
             )
-        return _random(str(model), dtype, device)
+        return _with_caches(*_random(str(model), dtype, device), cache_dtype)
     source = source_of(model)
     base = base_of(source)
     if not is_local(base):
@@ -104,6 +111,10 @@ def load(
             dtype = faster_dtype(config)
             if dtype is not None:
                 warnings.warn(f"{model}: {slow_here(config)}", stacklevel=3)
+            # A cache in another dtype than the model's was not tried where processes share it, see `cache_for`.
+            if dtype is not None and cache_dtype is None and processes.size == 1:
+                cache_dtype = config.get_text_config(decoder=True).dtype
+                warnings.warn(f"{model}: {cache_stays(config)}", stacklevel=3)
     tokenizer, loaded = _read(model, source, base, dtype, processes)
     if Path(source).is_file():
         warnings.warn(f"{source}: {_dequantised(Path(source), loaded)}", stacklevel=3)
@@ -111,7 +122,15 @@ def load(
         tokenizer.pad_token = tokenizer.eos_token
     if device is not None and processes.size == 1:
         loaded = loaded.to(device)
-    return loaded.eval(), tokenizer
+    return _with_caches(loaded.eval(), tokenizer, cache_dtype)
+
+
+def _with_caches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache_dtype: torch.dtype | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if cache_dtype is not None:
+        set_cache_dtype(model, cache_dtype)
+    return model, tokenizer
 
 
 def load_bare(model: str, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -161,7 +180,16 @@ def slow_here(config: Any) -> str:
     own = str(config.get_text_config(decoder=True).dtype).removeprefix("torch.")
     return (
         f"its weights are {own}, for which this CPU has no arithmetic (a prompt took 7 times as long), so it computes "
-        f"in float32, with twice the bytes; dtype={own} (--dtype {own}) keeps them"
+        f"in float32, with twice the bytes of weights; dtype={own} (--dtype {own}) keeps them"
+    )
+
+
+def cache_stays(config: Any) -> str:
+    """Return the sentence on the caches of such a model."""
+    own = str(config.get_text_config(decoder=True).dtype).removeprefix("torch.")
+    return (
+        f"its cache stays {own}, so that its bytes are those of a CPU with that arithmetic; cache_dtype=float32 "
+        "(--cache-dtype float32) holds what is computed, in twice the bytes"
     )
 
 

@@ -18,6 +18,7 @@ from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs.obstacles import check_processes
 from kvtailor.hf.graphs.replaying import ReplayingReader
 from kvtailor.hf.images.placeholders import check_text
+from kvtailor.hf.model.cache_dtype import stored_dtype
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import load
@@ -145,7 +146,8 @@ def generate(
         chunk: read the prompt so many tokens at a time; see `kvtailor.prefill`.
         graphs: replay decoded tokens as a CUDA graph, which is recorded anew whenever the plan evicts or encodes; so
             what launches kernels is not waited for. Without a draft.
-        cache_dtype: in which caches of the target's weights hold keys and values, see `kvtailor.cache_for`.
+        cache_dtype: in which caches of the target's weights, and of a draft that is named, hold keys and values, see
+            `kvtailor.cache_for`.
         **inputs: none. What a processor makes of images is refused here; `model.generate` takes it, with
             `cache=kvtailor.cache_for(model, plan)`.
 
@@ -175,7 +177,7 @@ def generate(
     rule: Rule = Greedy()
     if do_sample:
         rule = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=_shared(generator, model))
-    small = model if draft is None else _loaded(draft, model)
+    small = model if draft is None else _loaded(draft, model, cache_dtype)
     for each in (model, small) if draft is not None or small_plan is not None else ():
         obstacle = Geometry.of(each.config).taking_back_refusal()
         if obstacle is not None:
@@ -376,10 +378,12 @@ def target_faults(plan: Plan) -> list[str]:
     return faults
 
 
-def _loaded(draft: Any, model: Any) -> Any:
-    """The draft model, which must speak the target's tokens."""
-    device = input_device(model)
-    small = load(draft, dtype=model.dtype, device=device)[0] if isinstance(draft, str | Path) else draft
+def _loaded(draft: Any, model: Any, cache_dtype: torch.dtype | None) -> Any:
+    """The draft model, which must speak the target's tokens; one that is loaded here has caches like the target's."""
+    device, small = input_device(model), draft
+    if isinstance(draft, str | Path):
+        stored = stored_dtype(model, cache_dtype)
+        small = load(draft, dtype=model.dtype, cache_dtype=stored, device=device)[0]
     sizes = [each.get_output_embeddings().weight.shape[0] for each in (model, small)]
     if sizes[0] != sizes[1]:
         raise UnsupportedModel(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,19 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import DynamicLayer, HQQQuantizedLayer, QuantoQuantizedLayer, StaticLayer
 
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.model.cache_dtype import stored_dtype
+from kvtailor.hf.model.geometry import Geometry
 from kvtailor.ops import huge_pages
 
-__all__ = ["dynamic_cache", "fill", "into_huge_pages", "layer_makers", "quantized_cache", "static_cache"]
+__all__ = [
+    "dynamic_cache",
+    "fill",
+    "into_huge_pages",
+    "layer_makers",
+    "quantized_cache",
+    "rounded_cache",
+    "static_cache",
+]
 
 
 def static_cache(model: Any, length: int) -> StaticCache:
@@ -24,6 +35,30 @@ def static_cache(model: Any, length: int) -> StaticCache:
 def dynamic_cache(model: Any) -> DynamicCache:
     """transformers' default cache for a model."""
     return DynamicCache(config=model.config)
+
+
+def rounded_cache(model: Any) -> DynamicCache | None:
+    """Return a `dynamic_cache` that rounds what it takes as caches of ours do; None where ours round nothing.
+
+    It holds what it rounded in the model's float32, so that its bytes say nothing; what a model gives on it is what a
+    plan that drops nothing must give.
+    """
+    stored = stored_dtype(model)
+    if stored is None:
+        return None
+    cache = dynamic_cache(model)
+    for index in Geometry.of(model.config).compressed:
+        layer = cache.layers[index]
+        vars(layer)["update"] = partial(_update_rounded, layer.update, stored)
+    return cache
+
+
+def _update_rounded(
+    update: Callable[..., tuple[Tensor, Tensor]], stored: torch.dtype, *states: Any, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """A layer's own `update` of keys (b, h, t, d) and values that were rounded."""
+    keys, values, *rest = states
+    return update(keys.to(stored).to(keys.dtype), values.to(stored).to(values.dtype), *rest, **more)
 
 
 def quantized_cache(model: Any, backend: str, *, bits: int, group: int, tail: int) -> QuantizedCache:

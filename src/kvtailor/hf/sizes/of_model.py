@@ -14,6 +14,7 @@ from kvtailor.errors import ArgumentError, PlanError
 from kvtailor.hf.attention import NAME
 from kvtailor.hf.layers.of_cache import plan_misfits
 from kvtailor.hf.make_cache import checked
+from kvtailor.hf.model.cache_dtype import dtype_of_caches
 from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
 from kvtailor.hf.model.config import config_of
 from kvtailor.hf.model.geometry import Geometry, check
@@ -49,8 +50,8 @@ def cache_size(
         context: tokens of the prompt, in each row, read at once.
         batch: rows, equally long.
         new_tokens: decoded one by one after the prompt.
-        dtype: of the cache, such as "bfloat16"; None: the model's own, else float32. Windows and
-            states of a model in float32 stay float32, see `kvtailor.cache_for`.
+        dtype: of the cache, such as "bfloat16"; None: what `kvtailor.cache_for` takes by itself, else float32. Windows
+            and states of a model in float32 stay float32, see there.
 
     Raises:
         PlanError: with all faults of the plan, or where the model refuses it.
@@ -100,7 +101,7 @@ def known_size(
 
 def _element_size(config: Any, model: Any, dtype: str | torch.dtype | None) -> int:
     """Bytes of an element of the cache."""
-    own = config.get_text_config(decoder=True).dtype if model is None else model.dtype
+    own = config.get_text_config(decoder=True).dtype if model is None else dtype_of_caches(model)
     asked = own if dtype is None else dtype
     found = getattr(torch, asked.removeprefix("torch."), None) if isinstance(asked, str) else asked
     if found is None and asked is None:

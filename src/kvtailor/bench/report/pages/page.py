@@ -148,7 +148,7 @@ def _where(records: Sequence[Record], summary: Summary) -> str:
     size = f", {first.parameters / 1e6:.1f} million parameters" if first.parameters else ""
     days = sorted({record.started[:10] for record in records})
     return (
-        f"{first.model}{size}, {first.dtype} on {first.device}; {hardware_text(summary.machines)}"
+        f"{first.model}{size}, {first.dtypes} on {first.device}; {hardware_text(summary.machines)}"
         f"{', ' + versions if versions else ''}; {' to '.join(dict.fromkeys([days[0], days[-1]]))}."
     )
 

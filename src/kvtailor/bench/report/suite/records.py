@@ -31,7 +31,7 @@ def alike(suite: Suite, records: Sequence[Record], model: str | None) -> list[Re
         )
 
     def subject(record: Record) -> tuple[str | None, str | None, str | None]:
-        return record.model_hash, record.dtype, record.device
+        return record.model_hash, record.dtypes, record.device
 
     return [record for record in ordered if subject(record) == subject(ordered[-1])]
 

@@ -99,7 +99,7 @@ def provenance(suite: Suite, records: Sequence[Record], *, model: str | None = N
     weights = f" (weights {last.model_hash[:12]})" if last.model_hash else ""
     runs, span = len({record.run for record in found}), " to ".join(dict.fromkeys([days[0], days[-1]]))
     return (
-        f"Suite {suite.name}, {last.model}{weights}, {last.dtype} on {last.device} ({hardware_text(machines)}), "
+        f"Suite {suite.name}, {last.model}{weights}, {last.dtypes} on {last.device} ({hardware_text(machines)}), "
         f"{len(found)} records of {runs} run{'s' * (runs > 1)}, {span}"
         f"{'; ' + versions if versions else ''}."
     )

@@ -109,11 +109,12 @@ def footnotes(
 
 def _of_what(records: Sequence[Record]) -> Iterator[str]:
     """Of what a share of bytes is."""
-    dtypes = {record.dtype for record in records if record.bytes_full}
+    dtypes = {(record.held_in, record.dtype) for record in records if record.bytes_full}
     if len(dtypes) == 1:
-        dtype = dtypes.pop()
-        more = "; of one in 16 bits they are twice as large" if dtype == "float32" else ""
-        yield f"Shares of bytes are of a cache of the same tokens without compression, in {dtype} as this model{more}."
+        held, own = dtypes.pop()
+        more = "; of one in 16 bits they are twice as large" if held == "float32" else ""
+        model = " as this model" if held == own else f", where this model computes in {own}"
+        yield f"Shares of bytes are of a cache of the same tokens without compression, in {held}{model}{more}."
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -257,7 +258,7 @@ def _about_time(records: Sequence[Record]) -> Iterator[str]:
         f"({min(r.samples or 0 for r in timed)} or more "
         f"each, {left_out} disturbed samples left out), {full.point['context']} tokens of prompt, "
         f"{full.point['tokens']} "
-        f"decoded, batch {full.point.get('batch', 1)}, {full.dtype} on {full.device}, "
+        f"decoded, batch {full.point.get('batch', 1)}, {full.dtypes} on {full.device}, "
         f"{full.machine.get('threads')} threads."
     )
     text = f"'full' takes {_ms(full, 'ttft')} to the first token and {_ms(full, 'tpot')} for each further one"
