@@ -6,10 +6,10 @@ same sum, which heads share by their scores. Of the others only the sum over all
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -117,8 +117,15 @@ class Evictions:
         low = min(low, high)
         return Kept(low * self.rows, high * self.rows, alike=heads == 1 and self.rows == 1)
 
+    @cached_property
+    def _budgets(self) -> dict[tuple[int, CacheShape], _RowBudget]:
+        """What `_budget` has found, by tokens seen and the layer's shape."""
+        return {}
+
     def _budget(self, seen: int, layer: int) -> _RowBudget:
-        plan = self.plan
+        plan, key = self.plan, (seen, self.shapes[layer])
+        if key in self._budgets:
+            return self._budgets[key]
         budget = budget_of(
             plan,
             torch.tensor([seen]),
@@ -127,53 +134,62 @@ class Evictions:
             other_bytes=0 if plan.bytes is None else self.geometry.other_bytes(self.element_size, self.own_size),
             shapes=() if self.geometry.alike else self.shapes,
         )
-        return _RowBudget(
+        found = self._budgets[key] = _RowBudget(
             budget, sum(shape.heads for shape in self.shapes), len(self.shapes) * self.shapes[layer].heads
         )
+        return found
 
     def _bounds(self, seen: int, held: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """(1, l, h) int64 what must stay and what there is, of layers with equally many heads."""
         capacity = torch.tensor([list(held)], dtype=torch.int64)
         return capacity.clamp(max=self.recent(seen)), capacity
 
-    def _requests(self, seen: int, held: Sequence[Sequence[int]]) -> list[BudgetRequest]:
-        """What the engine asks of the allocator: of one layer after the other, or of all at once."""
-        together = self.plan.scope != "layer"
-        groups = [tuple(range(len(held)))] if together else [(layer,) for layer in range(len(held))]
-        found = []
-        for layers in groups:
-            budget = self._budget(seen, layers[-1]).budget
-            floor, capacity = self._bounds(seen, [held[layer] for layer in layers])
-            found.append(
-                BudgetRequest(
-                    total=budget.total,
-                    row_tokens=budget.row_tokens,
-                    capacity=capacity,
-                    floor=floor,
-                    layers=layers,
-                    num_layers=len(held),
-                    calibration=self.calibration,
-                )
-            )
+    def _request(self, seen: int, held: Sequence[Sequence[int]], layers: Sequence[int]) -> BudgetRequest:
+        """What the engine asks of the allocator for some layers."""
+        budget = self._budget(seen, layers[-1]).budget
+        floor, capacity = self._bounds(seen, [held[layer] for layer in layers])
+        return BudgetRequest(
+            total=budget.total,
+            row_tokens=budget.row_tokens,
+            capacity=capacity,
+            floor=floor,
+            layers=tuple(layers),
+            num_layers=len(held),
+            calibration=self.calibration,
+        )
+
+    def _of_layers(
+        self, seen: int, held: Sequence[Sequence[int]], found_of: Callable[[BudgetRequest], list[Any]]
+    ) -> list[Any]:
+        """What each layer is found to get, of all layers at once or of one after the other, as the engine asks."""
+        if self.plan.scope != "layer":
+            return found_of(self._request(seen, held, range(len(held))))
+        found: list[Any] = []
+        known: dict[Any, list[Any]] = {}
+        for layer, has in enumerate(held):
+            # Where nothing of the budget is left over, layers that hold the same get the same, wherever they are.
+            even = self.plan.allocate.even_layers and not self._budget(seen, layer).left_over
+            key = (self.shapes[layer], tuple(has)) if even else layer
+            if key not in known:
+                known[key] = found_of(self._request(seen, held, (layer,)))
+            found += known[key]
         return found
 
     def _allocated(self, seen: int, held: Sequence[Sequence[int]]) -> list[list[int]]:
         """Tokens of each layer's kv heads, of one row."""
-        found: list[list[int]] = []
-        for request in self._requests(seen, held):
-            found += self.plan.allocate.allocate(request)[0].tolist()
-        return found
+        return self._of_layers(seen, held, lambda request: self.plan.allocate.allocate(request)[0].tolist())
 
     def _layer_totals(self, seen: int, held: Sequence[Sequence[int]]) -> list[int]:
         """Tokens of each layer, of one row, where every layer gets the same."""
-        found: list[int] = []
-        for request in self._requests(seen, held):
+
+        def totals(request: BudgetRequest) -> list[int]:
             heads = request.capacity.shape[2]
             low, high = request.floor.sum(-1), request.capacity.sum(-1)
             absent = None if request.row_tokens is None else request.row_tokens * heads
             weights = torch.ones(1, request.num_layers, dtype=torch.float32)
-            found += layer_shares(weights, request.total, low, high, request.layers, absent)[0].tolist()
-        return found
+            return layer_shares(weights, request.total, low, high, request.layers, absent)[0].tolist()
+
+        return self._of_layers(seen, held, totals)
 
 
 @dataclass(frozen=True)
@@ -193,3 +209,8 @@ class _RowBudget:
     def each_layer_total(self) -> int:
         """Tokens over all layers and heads."""
         return int(self.budget.total) * self.every // self.alike
+
+    @property
+    def left_over(self) -> int:
+        """Tokens that remain where each layer and head gets the same."""
+        return int(self.budget.total) % self.alike

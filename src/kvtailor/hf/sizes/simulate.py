@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from math import ceil, floor
+
+import torch
+from torch import Tensor
 
 from kvtailor.engine.ends.drop_middle import first_tokens
 from kvtailor.hf.sizes.bounds import NOTHING, Bounds, hull, summed
@@ -358,32 +360,35 @@ def _bounded(
     rate = max(0.0, (cases[0][inner].high - cases[0][0].low) / (grid[inner] - grid[0]) / sizes[0])
     kinds = Counter((id(each), layers) for each, layers in zip(cases, sizes, strict=True))
     own = {id(each): each for each in cases}
-    lows, highs = [], []
-    for part in range(2 * _RATES + 1):
-        of_token = rate * (0.5 + part / _RATES)
-        low, high = of_token * sums.low, of_token * sums.high
-        for (kind, layers), count in kinds.items():
-            off = _off_the_line(own[kind], grid, of_token * layers, step, loose)
-            low, high = low + count * off[0], high + count * off[1]
-        lows.append(low)
-        highs.append(high)
+    # (rates,) at once.
+    of_token = rate * (0.5 + torch.arange(2 * _RATES + 1, dtype=torch.float64) / _RATES)
+    low, high = of_token * sums.low, of_token * sums.high
+    for (kind, layers), count in kinds.items():
+        off = _off_the_line(own[kind], grid, of_token * layers, step, loose)
+        low, high = low + count * off[0], high + count * off[1]
     # Sums of bytes are whole; what is beyond is the rounding of the rate.
-    least = max(0, ceil(max(lows) - _ROUNDING))
-    return Bounds(least, max(least, floor(min(highs) + _ROUNDING)))
+    least = max(0, ceil(low.max().item() - _ROUNDING))
+    return Bounds(least, max(least, floor(high.min().item() + _ROUNDING)))
 
 
 def _off_the_line(
-    cases: Sequence[Bounds], grid: Sequence[int], rate: float, step: int, loose: int
-) -> tuple[float, float]:
-    """Least and most of what a unit's bytes are off `rate` times its tokens, over all numbers of tokens."""
-    off = [(each.low - rate * tokens, each.high - rate * tokens) for tokens, each in zip(grid, cases, strict=True)]
-    low, high = min(each[0] for each in off), max(each[1] for each in off)
-    for place, (one, other) in enumerate(pairwise(grid)):
-        if other - one > step:
-            (below, below_high), (above, above_high) = off[place], off[place + 1]
-            width = rate * (other - one)
-            some = rate * min(loose, other - one)
-            # Bytes also grow with tokens, so between two numbers they lie between those of the two.
-            low = min(low, max(min(below, above) - some, below - width))
-            high = max(high, min(max(below_high, above_high) + some, above_high + width))
+    cases: Sequence[Bounds], grid: Sequence[int], rates: Tensor, step: int, loose: int
+) -> tuple[Tensor, Tensor]:
+    """(rates,) least and most of what a unit's bytes are off each rate times its tokens, over all numbers of tokens."""
+    tokens = torch.tensor(grid, dtype=torch.float64)
+    on_line = rates[:, None] * tokens
+    # (rates, numbers of tokens)
+    lows = torch.tensor([each.low for each in cases], dtype=torch.float64) - on_line
+    highs = torch.tensor([each.high for each in cases], dtype=torch.float64) - on_line
+    low, high = lows.amin(1), highs.amax(1)
+    gaps = tokens.diff()
+    between = (gaps > step).nonzero()[:, 0]
+    if len(between):
+        gap = gaps[between]
+        width, some = rates[:, None] * gap, rates[:, None] * gap.clamp(max=loose)
+        below, above = lows[:, between], lows[:, between + 1]
+        # Bytes also grow with tokens, so between two numbers they lie between those of the two.
+        low = torch.minimum(low, torch.maximum(torch.minimum(below, above) - some, below - width).amin(1))
+        below, above = highs[:, between], highs[:, between + 1]
+        high = torch.maximum(high, torch.minimum(torch.maximum(below, above) + some, above + width).amax(1))
     return low, high
