@@ -1,6 +1,7 @@
 """What does a decoded token cost where a method that chooses tokens meets a codec?
 
-    python benchmarks/pairs.py [--model demo] [--layers 2] [--only streamingllm] [--codec kivi] [--slack 0] [--out FILE]
+    python benchmarks/pairs.py [--model demo] [--layers 2] [--only streamingllm] [--codec kivi] [--slack 0] [--every 6]
+        [--out FILE]
 
 Each method was timed alone when it was written, and most codecs too. Together they share one machinery: what an
 eviction keeps is encoded, and moves as codes from then on. A pair can be slow though both of its parts are fast: where
@@ -20,7 +21,9 @@ costs what it costs, spread over these. Which of the three begins is another one
 not counted. The figure is the median of the rounds, with the smallest and the largest; the ratio is that of the pair's
 median to the larger median of its two parts. Above 2 something is wrong with the pair.
 
-With `--slack 0` each method evicts at every token. A run that was cut off goes on where `--out` ends.
+With `--slack 0` each method evicts at every token. All pairs take hours: `--every 6` times every sixth codec of each
+method, beginning with another one for each, so that every method and every codec is there several times. A run that was
+cut off goes on where `--out` ends; the first line of that file says how the others were measured, and on what.
 
 The last line is one JSON object: rows of method, codec, milliseconds a token and ratio, and what was left out.
 """
@@ -29,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import statistics
 import sys
 import time
@@ -128,9 +132,13 @@ def pairs(model: Any, asked: argparse.Namespace, done: set[tuple[str, str]]) -> 
     """Yield a row for each pair that is not done: its times and ratio, or why it is left out."""
     generator = torch.Generator().manual_seed(2)
     prompt = torch.randint(4, model.config.vocab_size, (1, PROMPT), generator=generator)
-    for method, made in choosers(asked.slack).items():
-        for codec, encode in codecs().items():
-            if (asked.only and asked.only not in method) or (asked.codec and asked.codec != codec):
+    for row_of, (method, made) in enumerate(choosers(asked.slack).items()):
+        for column, (codec, encode) in enumerate(codecs().items()):
+            if (
+                (row_of + column) % asked.every
+                or (asked.only and asked.only not in method)
+                or (asked.codec and asked.codec != codec)
+            ):
                 continue
             if (method, codec) in done:
                 continue
@@ -143,8 +151,20 @@ def pairs(model: Any, asked: argparse.Namespace, done: set[tuple[str, str]]) -> 
                 yield row | {"left_out": " ".join(str(refusal).split())}
                 continue
             alone, coded, both = map(statistics.median, times)
-            row |= {"ms": {"method": alone, "codec": coded, "pair": both}}
-            yield row | {"spread": [min(times[2]), max(times[2])], "ratio": both / max(alone, coded)}
+            row |= {"ms": {"method": round(alone, 3), "codec": round(coded, 3), "pair": round(both, 3)}}
+            spread = [round(min(times[2]), 3), round(max(times[2]), 3)]
+            yield row | {"spread": spread, "ratio": round(both / max(alone, coded), 3)}
+
+
+def setting(asked: argparse.Namespace) -> dict[str, Any]:
+    """Return how pairs are measured, and on what."""
+    names = ("model", "layers", "threads", "slack", "rounds", "stretch", "every")
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+    named = next((line.split(":")[1].strip() for line in cpu.splitlines() if line.startswith("model name")), "")
+    return {name: getattr(asked, name) for name in names} | {
+        "cpu": f"{named or platform.processor()}, {torch.backends.cpu.get_cpu_capability()}",
+        "torch": torch.__version__,
+    }
 
 
 def main() -> int:
@@ -158,6 +178,7 @@ def main() -> int:
     parser.add_argument("--slack", type=int, help="of every method that evicts, in the place of its own")
     parser.add_argument("--layers", type=int, help="only so many layers of the model, which takes less time")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--every", type=int, default=1, help="of each method only every so many-th codec")
     parser.add_argument("--out", type=Path, help="write the rows to this file as well, as JSON lines, as they come")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -167,9 +188,13 @@ def main() -> int:
     if asked.layers is not None:
         model.model.layers = model.model.layers[: asked.layers]
         model.config.num_hidden_layers = asked.layers
-    rows = []
+    rows, how = [], setting(asked)
     if asked.out is not None and asked.out.exists():
-        rows = [json.loads(line) for line in asked.out.read_text(encoding="utf-8").splitlines()]
+        before, *rows = [json.loads(line) for line in asked.out.read_text(encoding="utf-8").splitlines()]
+        if before != how:
+            parser.error(f"{asked.out} was measured with {before}, and this is {how}; name another file")
+    elif asked.out is not None:
+        asked.out.write_text(json.dumps(how) + "\n", encoding="utf-8")
     done = {(row["method"], row["codec"]) for row in rows}
     for row in pairs(model, asked, done):
         rows.append(row)
@@ -188,7 +213,7 @@ def main() -> int:
     timed = [row for row in rows if "ratio" in row]
     above = [row for row in timed if row["ratio"] > WIDEST]
     print(f"{len(timed)} pairs timed, {len(rows) - len(timed)} left out, {len(above)} above {WIDEST:g}")
-    print(json.dumps({"model": asked.model, "threads": asked.threads, "above": len(above), "rows": rows}))
+    print(json.dumps(how | {"above": len(above), "rows": rows}))
     # A table that timed nothing shows nothing.
     return 1 if above or not timed else 0
 

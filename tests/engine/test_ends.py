@@ -87,7 +87,13 @@ def test_the_short_way_gives_the_same_bits(plan, dtype, family, monkeypatch):
 
 
 def test_more_than_ages_is_left_to_scores():
-    others = ("streaming @ tokens=24", "streaming + vector(bits=8) @ tokens=24, slack=0", "snapkv @ tokens=64, slack=0")
+    others = (
+        "streaming @ tokens=24",
+        # Nothing of it waits to be encoded, and what grows old is encoded anew.
+        "streaming + vector(bits=8) @ tokens=64",
+        "streaming + by_age(of=[vector(bits=8), vector(bits=4)], ages=[70]) @ tokens=99, slack=0",
+        "snapkv @ tokens=64, slack=0",
+    )
     for plan in others:
         assert first_tokens(Plan.parse(plan)) is None
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.engine.budget import waiting_tokens
-from kvtailor.engine.ends.drop_middle import first_tokens
+from kvtailor.engine.ends.drop_middle import first_tokens, waits_in_tail
 from kvtailor.engine.layer_group import joined
 from kvtailor.errors import CacheMisuse
 from kvtailor.merge.contract import Merged
@@ -67,6 +67,7 @@ class Kept:
         segments: in time order.
         tail: what the tail becomes as a whole; None: its newest `recent` tokens stay in it, and the others leave.
         recent: so many of the newest columns are held by every row and head, in the tail.
+        waits: these are all of the tail, which stays as it is until they are a block, free slots included.
         run, anchor: see `Tail`, of a tail that is replaced.
         rewritten: keys (b * h, recent, d) and values (b * h, recent, dv) in place of those of the tail that stay; None
             where they are as they were.
@@ -76,6 +77,7 @@ class Kept:
     segments: tuple[Segment, ...] = ()
     tail: PlainSegment | None = None
     recent: int = 0
+    waits: bool = False
     run: int | None = None
     anchor: int = 0
     rewritten: tuple[Tensor, Tensor] | None = None
@@ -129,6 +131,8 @@ def what_stays(
             known = min(counts.newest, (before.run or 0) if before else 0)
             run, mass = max(recent, known), _mass(held, [whole])
             return Kept(tail=tail, recent=recent, run=run, anchor=_anchor(before, plan, held, counts), mass=mass)
+    waits = encoding and _waits(state, plan, counts)
+    recent = state.stored.tail.length if waits and state.stored.tail else recent
     # (b, h, n) bool: what leaves the tail, or has left it before.
     old = keep & ~held.recent(recent) if recent else keep
     # (b, h): how many those are. All heads keep the same recent window.
@@ -140,17 +144,17 @@ def what_stays(
         cuts, segments = [cut for cut, _ in moved], [segment for _, segment in moved]
         for cut in cuts:
             leaving = leaving - cut.counts.view_as(leaving)
-    waits = torch.ones(state.rows, dtype=torch.bool)
+    rows = torch.ones(state.rows, dtype=torch.bool)
     if encoding and not state.layer_group:
-        waits = _waiting_rows(state, plan, leaving)
+        rows = _waiting_rows(state, plan, leaving)
     for row_waits in (False, True):
-        if not bool((waits == row_waits).any()):
+        if not bool((rows == row_waits).any()):
             continue
-        mask, counted = _of_rows(waits == row_waits, old, leaving)
+        mask, counted = _of_rows(rows == row_waits, old, leaving)
         runs: list[tuple[Tensor, Tensor, int]] = [(mask, counted, 0)]
         if not row_waits:
             runs = _runs(state, plan, held, mask, counted, recent)
-        for those, number, newest in _apart(runs, front):
+        for those, number, newest in _apart(runs, front if plan.attend.in_cache_positions else None):
             fresh = cut_lanes(those, codec.lane_multiple, number)
             if fresh is not None:
                 plain = _gathered(state, held, keep, merged, fresh)
@@ -165,7 +169,7 @@ def what_stays(
         if merged is not None:
             taken = _gathered(state, held, keep, merged, staying)
             rewritten = taken.keys, taken.values
-    return Kept(segments=tuple(segments), recent=recent, rewritten=rewritten, mass=_mass(held, cuts))
+    return Kept(segments=tuple(segments), recent=recent, waits=waits, rewritten=rewritten, mass=_mass(held, cuts))
 
 
 def apply_kept(state: LayerState, plan: Plan, kept: Kept, *, first: Tensor | None, encoding: bool = True) -> None:
@@ -186,7 +190,8 @@ def apply_kept(state: LayerState, plan: Plan, kept: Kept, *, first: Tensor | Non
     if kept.tail is not None:
         tail.replace(kept.tail, kept.run, kept.anchor)
     else:
-        tail.drop_oldest(tail.length - kept.recent)
+        if not kept.waits:
+            tail.drop_oldest(tail.length - kept.recent)
         if kept.rewritten is not None:
             tail.rewrite(*kept.rewritten)
     state.stored.segments = list(kept.segments)
@@ -207,10 +212,11 @@ def has_unencoded(state: LayerState, plan: Plan) -> bool:
 def _front(plan: Plan, held: Held) -> Tensor | None:
     """Return the first tokens (b, h, n) bool of each row where they become a segment of their own; else None.
 
-    They do where the attention turns their keys, by what is missing behind them, and those of no others.
+    They do where the attention turns their keys, by what is missing behind them, and those of no others. And where what
+    is behind them goes by age, from codes that hold both.
     """
     first = None if plan.score is None else plan.score.first_kept
-    if not first or not plan.attend.in_cache_positions:
+    if not first or not (plan.attend.in_cache_positions or first_tokens(plan) is not None):
         return None
     return held.positions < held.first.to(held.positions.device)[:, None, None] + first
 
@@ -331,6 +337,16 @@ def _waiting_rows(state: LayerState, plan: Plan, leaving: Tensor) -> Tensor:
     enough = waiting_tokens(plan, state.codec(plan)) if state.clock.decoding else 0
     # One answer for all heads of a row, whichever process has them.
     return leaving.amax(1) < enough if not enough else state.model.share.gather(leaving, 1).amax(1) < enough
+
+
+def _waits(state: LayerState, plan: Plan, counts: HeadCounts) -> bool:
+    """Return whether all of the tail stays in it, since it is no block yet: where the host knows that every head keeps
+    all of it, and nothing older waits."""
+    block, tail = waits_in_tail(plan, state.codec(plan)), state.stored.tail
+    assert tail is not None
+    if not 0 < tail.length < block or not state.clock.decoding or state.layer_group or has_unencoded(state, plan):
+        return False
+    return min(counts.newest, tail.run or 0) >= tail.length
 
 
 def _of_rows(rows: Tensor, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

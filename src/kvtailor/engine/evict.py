@@ -16,7 +16,7 @@ from torch import Tensor
 from kvtailor.allocate.contract import BudgetRequest
 from kvtailor.engine.apply_kept import HeadCounts, apply_kept, has_unencoded, what_stays
 from kvtailor.engine.budget import Budget, CacheShape, budget_of, no_bytes, recent_tokens, warned_of_recent
-from kvtailor.engine.ends.drop_middle import drop_middle, first_tokens
+from kvtailor.engine.ends.drop_middle import drop_middle, first_tokens, split_oldest
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.view import by_column, forget_evicted, known_counts, view_held
 from kvtailor.plan import Plan
@@ -332,6 +332,7 @@ class Eviction:
                 state, self.plan, (held, slots), keep, most=most, recent=recent, encoding=last, counts=counts
             )
             apply_kept(state, self.plan, kept, first=held.first, encoding=last)
+            split_oldest(state, self.plan)
             state.clock.reindex = True
             found = _as_cut(found, keep, cut.counts, longest=most)
         if last:

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from kvtailor.store.recent_window import Tail
 
 T = TypeVar("T")
-__all__ = ["SteadyLayer", "general_way", "goes_generally"]
+__all__ = ["FEWEST", "SteadyLayer", "carried_part", "general_way", "goes_generally"]
 
 _GENERAL: ContextVar[bool] = ContextVar("kvtailor_general_way", default=False)
-_FEWEST = 2
+FEWEST = 2
 """Tokens before the next action, from which on it is worth while to work anything out."""
 
 
@@ -114,10 +114,10 @@ class SteadyLayer:
             if tail.length >= reading.up_to:
                 return None
             left = _until_less_is_read(state, reading.up_to, left)
-        if left is not None and left <= _FEWEST:
+        if left is not None and left <= FEWEST:
             return None
         if reading.carried:
-            first = _carried(state, parts[0])
+            first = carried_part(state, parts[0])
             if first is None:
                 return None
             parts[0] = first
@@ -222,7 +222,7 @@ def _nothing() -> None:
     return None
 
 
-def _carried(state: LayerState, part: Segment) -> PlainSegment | None:
+def carried_part(state: LayerState, part: Segment) -> PlainSegment | None:
     """The first part as the attention carries it; None: it does not."""
     carry = state.observed.carry
     if "first_keys" not in carry or "first_values" not in carry:

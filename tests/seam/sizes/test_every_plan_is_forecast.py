@@ -167,3 +167,12 @@ def test_what_does_not_depend_on_the_text_is_exact(text: str, context: int, new_
     assert size is not None
     if "quest" not in text:
         assert size.exact, size
+
+
+@pytest.mark.parametrize("tokens", [20, 70])
+@pytest.mark.parametrize("new_tokens", [1, 31, 33, 40, 90])
+def test_what_waits_for_a_block_is_forecast(tokens: int, new_tokens: int) -> None:
+    """In the tail where all of it is held, and as a segment where less is."""
+    check(
+        build("llama"), f"streaming + kivi(bits=4, group=16, recent=32) @ tokens={tokens}, slack=0", 300, new_tokens, 1
+    )

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvtailor.attend.contract import Attended
 from kvtailor.engine import rollback
-from kvtailor.engine.ends.steady_ends import SteadyEnds
+from kvtailor.engine.ends.steady_codes import SteadyCodes
 from kvtailor.engine.engine import Engine
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.pending import Reading
@@ -243,7 +243,7 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
             output = self._attended(keys, values, query, visible, scaling)
         guard.layer_ends(self.layer_idx)
         settled = query.shape[2] == 1 and not reconstructing and not self._readers and not guard.geometry.multiplies
-        kind = SteadyLayer if engine.eviction.first is None else SteadyEnds
+        kind = SteadyLayer if engine.eviction.first is None else SteadyCodes
         self.steady = kind.of(engine, self.state, query.shape[1], visible) if settled else None
         return output
 

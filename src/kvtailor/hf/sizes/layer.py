@@ -63,6 +63,7 @@ class LayerForecast:
         parts: how many segments there are at most.
         coded: bytes that were encoded since the last eviction that moved no codes, at most; and of how many tokens.
         scored: slots for which the scorer's numbers are kept, of one layer.
+        apart: what waits to be encoded is a segment of its own, since less is held than the tail would have.
         moved_codes: an eviction has moved tokens that had been encoded before.
         anchored: the first tokens, as many as a plan keeps by their ages alone, are those of the text.
         aging: which segments have which codec, where a codec is by age and nothing was evicted.
@@ -86,6 +87,7 @@ class LayerForecast:
     parts: int = 0
     coded: tuple[int, int] = (0, 0)
     scored: Bounds = NOTHING
+    apart: bool = False
     moved_codes: bool = False
     seen: int = field(default=0)
     aging: Aging | None = None
@@ -166,18 +168,26 @@ class LayerForecast:
             self.anchored = self.anchored and first is not None and self.tail > first
             self._hold(NOTHING, NOTHING, NOTHING)
             return
+        # Beside a codec what has left no block yet stays in the tail (`waits_in_tail`), if every row and head keeps it.
+        by_age = decoded and first is not None and self.waiting > 0 and not codec.ages
+        waits = by_age and 0 < before < self.waiting and kept.low // self.owners - (first or 0) >= before
+        waits = waits and not self.apart
+        self.apart = self.apart or (by_age and not waits and before < self.waiting)
+        recent = before if waits else recent
         window = recent * self.owners
         old = Bounds(max(0, kept.low - window), max(0, kept.high - window))
         counts = None if kept.counts is None else tuple(max(0, each - recent) for each in kept.counts)
         moves = not codec.exact and self.tokens.high > 0
         if moves:
-            self._move(old, fresh=min(old.high, (before - recent) * self.owners))
+            # The text's first tokens, and the block that loses tokens now, become segments of their own.
+            self.parts += 2 if by_age else 0
+            self._move(old, fresh=min(old.high, (before - recent) * self.owners), waits=self.apart or not by_age)
         else:
             found, slots = self._fresh(old, counts, alike=kept.alike, recent=recent)
             self._hold(found, slots, old)
             self.parts = self.segments.kinds if old.high > 0 else 0
             self.coded = found.high, old.low
-        self.tail = self.capacity = recent
+        self.tail, self.capacity = recent, self.capacity if waits else recent
         if self.weighted:
             # Tokens have a weight as soon as one of the layer does.
             self.encoded += Bounds(0, 4 * self.slots.high * self.segments.layers)
@@ -252,12 +262,13 @@ class LayerForecast:
             found.append(Bounds(alone.low, alone.low))
         return hull(*found), hull(*slots)
 
-    def _move(self, old: Bounds, *, fresh: int) -> None:
+    def _move(self, old: Bounds, *, fresh: int, waits: bool) -> None:
         """Let tokens of segments stay where each row and kv head keeps its own of them (`_moved_codes`).
 
         Args:
             old: tokens that stay and are older than the tail.
             fresh: how many of them come from the tail, at most.
+            waits: these may wait to be encoded, as a segment.
         """
         self.moved_codes = True
         own_low, own_high, alone = self.segments.moved
@@ -274,7 +285,7 @@ class LayerForecast:
         most = min(slots * max(alone, plain_high + 4), slots * own_high + tables + fresh * (plain_high + 4))
         low = int(old.low * min(own_low, plain_low))
         # What waits to be encoded is in full precision, in pages of its own.
-        waiting = owners * (self.waiting - 1 + page) if self.waiting and fresh else 0
+        waiting = owners * (self.waiting - 1 + page) if self.waiting and fresh and waits else 0
         most += waiting * (self.token_bytes + 4)
         slots += waiting
         self._hold(Bounds(low, max(low, int(most) + 12 * lanes)), Bounds(old.low, slots), old)

@@ -181,6 +181,19 @@ class TokenStep:
         self._write_into(keys, values, positions)
         self._lay_out()
 
+    def exchange(self, index: int, part: Segment) -> None:
+        """Go on with another part in the place of one that is not the tail, which tokens see all of.
+
+        `complete` says whether it can be read where it lies.
+
+        Args:
+            index: of the part, among those that it was made of.
+            part: of the same encoding, with as many lanes and no more slots.
+        """
+        call, self._coordinates[index] = self._part(part, self._owners, self._group)
+        self._calls[index], self._parts[index] = call, ctypes.addressof(call)
+        self._lay_out()
+
     def takes(self, keys: Tensor, values: Tensor) -> bool:
         """Whether new keys (b, h, 1, d) and values (b, h, 1, dv) are of the shape and dtype that it was made for."""
         return (

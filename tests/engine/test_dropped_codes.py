@@ -1,0 +1,183 @@
+"""Plans that hold a text's first tokens and the newest, as codes: the oldest goes as an eviction by scores has it."""
+
+import copy
+
+import pytest
+import torch
+from tests.support.seam.zoo import VOCABULARY, build, prompts
+
+import kvtailor
+from kvtailor.engine.ends.drop_middle import first_tokens, waits_in_tail
+from kvtailor.engine.ends.steady_codes import SteadyCodes
+from kvtailor.engine.evict import score_layer
+from kvtailor.engine.steady import general_way
+from kvtailor.hf.versions import hand_cache
+from kvtailor.ops.cpu.library import library
+from kvtailor.plan import Plan
+from kvtailor.types import PlainSegment
+
+KIVI = "kivi(bits=4, group=16, recent=32)"
+PLANS = (
+    f"streaming + {KIVI} @ tokens=70, slack=0",
+    f"streamingllm + {KIVI} @ tokens=70, slack=0",
+    "position(sinks=0) + rolling + vector(bits=8) @ tokens=40, slack=0",
+    "streamingllm + hadamard(of=vector(bits=4)) @ tokens=120, slack=0",
+    "streaming + unrotated(of=kivi(bits=4, group=8, recent=8)) @ tokens=40, slack=0",
+    f"streaming + {KIVI} @ tokens=40, slack=5",
+    f"streamingllm + {KIVI} @ keep=0.3, slack=0",
+    f"streaming + {KIVI} @ tokens=3, slack=0",
+    # The prompt fits its budget.
+    f"streamingllm + {KIVI} @ tokens=170, slack=0",
+)
+STEPS = 75
+
+
+@torch.no_grad()
+def decoded(plan, *, by_scores=False, rows=2, prompt=150, steps=STEPS, family="llama", dtype=torch.float32, model=None):
+    """Logits and held columns after each token, and the cache."""
+    model = model or build(family, dtype=dtype)
+    cache = kvtailor.cache_for(model, plan)
+    if by_scores:
+        cache.engine.eviction.first = None
+    generator = torch.Generator().manual_seed(3)
+    logits, columns = [], []
+    for step in range(steps + 1):
+        ids = torch.randint(3, VOCABULARY, (rows, 1 if step else prompt), generator=generator)
+        logits.append(model(ids, **hand_cache(cache)).logits[:, -1])
+        columns.append([held_columns(state) for state in cache.engine.states])
+    return logits, columns, cache
+
+
+def held_columns(state):
+    """(b * h, n) of a layer whose rows and heads hold equally many tokens."""
+    layouts = [part.layout for part in state.parts()]
+    assert all(each.owner is None and each.lengths is None for each in layouts)
+    return torch.cat([each.columns("cpu").expand(each.lanes, -1) for each in layouts], 1)
+
+
+def same(one, other):
+    for mine, theirs in zip(one[1], other[1], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+    assert torch.equal(one[2].held(), other[2].held())
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    found, take = [], SteadyCodes.take
+    monkeypatch.setattr(SteadyCodes, "take", lambda self, *args: found.append(1) or take(self, *args))
+    return found
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_stays_is_what_scores_would_leave(plan, monkeypatch):
+    """Token for token, and bit for bit in what is answered."""
+    assert first_tokens(Plan.parse(plan)) is not None
+    expected, scored = decoded(plan, by_scores=True), []
+    score = lambda state, *args, **more: scored.append(state.clock.decoding) or score_layer(state, *args, **more)  # noqa: E731
+    monkeypatch.setattr("kvtailor.engine.evict.score_layer", score)
+    found = decoded(plan)
+    same(found, expected)
+    layers = len(found[2].engine.states)
+    # Of decoded tokens the first that drops any, which parts the text's first tokens from the rest.
+    assert sum(scored) <= layers or "tokens=3," in plan
+    for state in found[2].engine.states:
+        stored = state.stored
+        assert not any(isinstance(each, PlainSegment) for each in stored.segments)
+        assert stored.tail.length < max(waits_in_tail(Plan.parse(plan), state.codec(Plan.parse(plan))), 33)
+    assert found[2].ledger().total == found[2].ledger().closed_form
+
+
+@pytest.mark.skipif(library() is None, reason="there are no C++ kernels, and so no short way")
+@pytest.mark.parametrize(
+    "plan, family, dtype",
+    [
+        (PLANS[0], "llama", torch.float32),
+        (PLANS[1], "llama", torch.float32),
+        (PLANS[1], "gpt_neox", torch.bfloat16),
+        (PLANS[1], "gpt_oss", torch.float16),
+        (PLANS[2], "llama", torch.float32),
+        (PLANS[3], "llama", torch.bfloat16),
+        (PLANS[4], "llama", torch.float32),
+    ],
+)
+def test_the_short_way_gives_the_same_bits(plan, family, dtype, taken):
+    with general_way():
+        expected = decoded(plan, family=family, dtype=dtype)
+    assert not taken
+    found = decoded(plan, family=family, dtype=dtype)
+    same(found, expected)
+    assert found[2].ledger() == expected[2].ledger()
+    for mine, theirs in zip(found[2].engine.states, expected[2].engine.states, strict=True):
+        assert mine.clock == theirs.clock and mine.observed.carry.keys() == theirs.observed.carry.keys()
+    layers = len(found[2].engine.states)
+    # All but the first, those at which a block is encoded or a segment loses its last token, and those behind them.
+    assert len(taken) >= (36 if "recent=8" in plan else STEPS - 12) * layers
+
+
+@torch.no_grad()
+def test_little_moves_at_each_token_of_a_long_layer(taken):
+    """Of a long prompt one block at a time is a segment that loses tokens."""
+    cache = decoded(f"streaming + {KIVI} @ tokens=300, slack=0", prompt=310, rows=1, steps=40)[2]
+    for state in cache.engine.states:
+        sizes = [each.layout.size for each in state.stored.segments]
+        assert sizes[0] == 4 and sizes[1] <= 64 and sum(sizes) + state.stored.tail.length == 300
+    assert taken
+
+
+@torch.no_grad()
+def test_padding_is_left_to_scores():
+    """The first tokens of a row that begins later are not those of the others."""
+    model, caches = build("llama"), []
+    ids, mask = prompts((61, 50, 44))
+    generator = torch.Generator().manual_seed(5)
+    new = torch.randint(3, VOCABULARY, (3, 40), generator=generator)
+    for by_scores in (False, True):
+        cache, seen = kvtailor.cache_for(model, f"streamingllm + {KIVI} @ tokens=40, slack=0"), mask
+        if by_scores:
+            cache.engine.eviction.first = None
+        model(ids, attention_mask=seen, position_ids=(seen.cumsum(1) - 1).clamp(min=0), **hand_cache(cache))
+        for step in range(40):
+            seen = torch.cat([seen, seen.new_ones(3, 1)], 1)
+            where = seen.sum(1, keepdim=True) - 1
+            out = model(new[:, step : step + 1], attention_mask=seen, position_ids=where, **hand_cache(cache))
+        caches.append((cache, out.logits))
+    assert torch.equal(caches[0][1], caches[1][1]) and torch.equal(caches[0][0].held(), caches[1][0].held())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plan", PLANS[:2])
+def test_copies_saved_caches_and_turns_go_on_alike(plan, tmp_path, taken):
+    model = build("llama")
+    with general_way():
+        reference = decoded(plan, steps=20, model=model)[2]
+    cache = decoded(plan, steps=20, model=model)[2]
+    cache.save(tmp_path / "cache")
+    caches = [reference, cache, copy.deepcopy(cache), kvtailor.load_cache(model, tmp_path / "cache")]
+    before, logits = len(taken), []
+    for i, each in enumerate(caches):
+        found = []
+        for ids in (torch.full((2, 1), 9), torch.full((2, 1), 7), torch.full((2, 11), 8), *[torch.full((2, 1), 5)] * 9):
+            if i:
+                found.append(model(ids, **hand_cache(each)).logits[:, -1])
+                continue
+            with general_way():
+                found.append(model(ids, **hand_cache(each)).logits[:, -1])
+        logits.append(torch.stack(found))
+    assert all(torch.equal(each, logits[0]) for each in logits[1:]) and len(taken) > before
+
+
+@torch.no_grad()
+def test_what_is_taken_back_is_as_it_was(taken):
+    """A recorded forward ends the short way, and its rejected tokens leave no trace."""
+    model, plan = build("llama"), PLANS[1]
+    cache, reference = (decoded(plan, steps=10, model=model)[2] for _ in range(2))
+    cache.activate_past_recording()
+    model(torch.full((2, 4), 6), **hand_cache(cache))
+    cache.crop(-3)
+    model(torch.full((2, 1), 6), **hand_cache(reference))
+    logits = [
+        [model(torch.full((2, 1), 5 + i), **hand_cache(each)).logits for i in range(8)] for each in (cache, reference)
+    ]
+    assert cache.seen == reference.seen and torch.equal(cache.held(), reference.held())
+    assert all(float((a - b).abs().max()) < 1e-4 for a, b in zip(*logits, strict=True))
