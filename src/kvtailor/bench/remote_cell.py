@@ -328,8 +328,8 @@ def _subject(model: ModelThere) -> Subject:
             subject = model.make()
         except (KvtailorError, OSError) as error:
             raise _Refused(f"{model.name} cannot be loaded: {error}") from error
-        dtypes = (str(each).removeprefix("torch.") for each in (subject.dtype, subject.cache_dtype))
-        found = (subject.fingerprint(), *dtypes, subject.device.type)
+        own, held = (str(each).removeprefix("torch.") for each in (subject.dtype, subject.cache_dtype))
+        found = (subject.fingerprint(), own, held, subject.device.type)
         wanted = (model.fingerprint, model.dtype, model.cache_dtype, model.device)
         if found != wanted:
             raise _Refused(
