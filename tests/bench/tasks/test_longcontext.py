@@ -271,3 +271,14 @@ def test_the_embedded_model_is_measured_on_real_data():
     assert full.text_hash == small.text_hash and full.tokens_seen == small.tokens_seen
     assert small.tokens_held < 0.3 * full.tokens_held and small.bytes_held < full.bytes_held
     assert all(0.0 <= score <= 100.0 for record in (full, small) for score in record.values["score"])
+
+
+def test_how_long_answers_are_and_whether_they_run_in_circles_stands_beside_the_score(paragraphs, monkeypatch):
+    from kvtailor.bench.tasks import longcontext as module
+
+    answers = iter([[5, 6, 7], [1, 2, 3, 4, 1, 2, 3, 4], [9]])
+    monkeypatch.setattr(module, "generate", lambda *args, **how: (next(answers), {"bytes_held": 1}))
+    [record] = bench(paragraphs)
+    # The second has five runs of four tokens, one of which stood there before.
+    assert record.values["answer_tokens"] == (3.0, 8.0, 1.0) and record.metrics["answer_tokens"] == 4.0
+    assert record.values["repetition"] == pytest.approx((0.0, 0.2, 0.0))

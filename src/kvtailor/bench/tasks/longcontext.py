@@ -5,7 +5,9 @@ official length or an end token, and scored by the set's official metric. All pl
 
 Metrics: `score` (0 to 100, as the official scripts report it but for rounding; with ZeroSCROLLS' geometric mean of
 ROUGE also `rouge1`, `rouge2`, `rougeL`, whose means it is made of). Values: the same of each example; the mean of the
-examples' geometric means is not the score.
+examples' geometric means is not the score. A compressed cache that ends its answers early or runs in circles can keep a
+score that asks for a few words, so beside it stand `answer_tokens` (the length of an answer, its end token included)
+and `repetition` (the share of its runs of four tokens that stood in it before).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +31,7 @@ from kvtailor.bench.data.longsets.prompts import chat_overhead, longbench_ids, u
 from kvtailor.bench.measure.cache_fields import tokens_read, weigh
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
+from kvtailor.bench.tasks.fidelity import repetition
 from kvtailor.bench.tasks.settings import EXAMPLES, STATE, Metric, setting
 from kvtailor.errors import ArgumentError, KvtailorError
 
@@ -67,8 +71,10 @@ class LongContext(PlanByPlan):
         Metric(name="rouge1", unit="score", higher_is_better=True, mean_of="rouge1"),
         Metric(name="rouge2", unit="score", higher_is_better=True, mean_of="rouge2"),
         Metric(name="rougeL", unit="score", higher_is_better=True, mean_of="rougeL"),
+        Metric(name="answer_tokens", unit="tokens", mean_of="answer_tokens", meaning="length of an answer"),
+        Metric(name="repetition", unit="share", higher_is_better=False, mean_of="repetition"),
     )
-    values: ClassVar[tuple[str, ...]] = ("score",)
+    values: ClassVar[tuple[str, ...]] = ("score", "answer_tokens", "repetition")
     by_sample: ClassVar[bool] = True
     reads_data: ClassVar[bool] = True
     sets: ClassVar[Mapping[str, Mapping[str, str]]] = {
@@ -144,20 +150,26 @@ class LongContext(PlanByPlan):
     ) -> Scored:  # fmt: skip
         chosen, examples, prompts = sample.data
         found: list[dict[str, float]] = []
+        answers: list[Sequence[int]] = []
         weights: list[dict[str, Any]] = []
         ends = _ends(subject, chosen)
         for example, ids in zip(examples, prompts, strict=True):
             made, weight = generate(
                 subject, contestant, ids, most=chosen.generation, ends=ends, least=int(chosen.stop_at_line_end)
             )
+            answers.append(made)
             text = chosen.clip(subject.text(made))
             found.append(score_example(chosen.metric, text, example.references, example.classes))
             weights.append(weight)
             advance()
+        by_answer = {
+            "answer_tokens": tuple(float(len(each)) for each in answers),
+            "repetition": tuple(repetition(each) for each in answers),
+        }
         return Scored(
             samples=len(found),
-            metrics=dict(overall(chosen.metric, found)),
-            values={name: tuple(each[name] for each in found) for name in found[0]},
+            metrics={**overall(chosen.metric, found), **{name: fmean(column) for name, column in by_answer.items()}},
+            values={**{name: tuple(each[name] for each in found) for name in found[0]}, **by_answer},
             held=max(weights, key=lambda weight: weight.get("bytes_held", 0)),
         )
 
