@@ -65,7 +65,7 @@ FEWER_BYTES = "fewer bytes"
 PROOF = "stage 3: proof"
 
 _CLOSER = 3
-_EARLY = ("kivi4", "kvquant4", "kvquant3", "kivi2", "kvquant2", "pyramidkv")
+_EARLY = ("kivi4", "kvquant4", "k3v3", "k3v2", "kvquant3", "kivi2", "kvquant2", "pyramidkv")
 _EARLY_PLANS = 3
 _QUICK_SCORES = ("snapkv", "snapkv(kernel=5)", "h2o", "tova", "keydiff", "expected")
 
