@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from tests.docs.test_site import REPOSITORY
 
-from kvtailor.bench.schema import read_records
+from kvtailor.bench.schema import latest, read_records
 from kvtailor.cli import main
 from kvtailor.plan import Plan
 
@@ -47,6 +47,16 @@ def test_of_two_plans_of_one_name_at_a_budget_the_table_has_the_one_with_most_by
     page = SCRIPT["written"]("<!-- real models: field -->\n<!-- /real models -->", {}, {name: ranking})
     row = next(line for line in page.splitlines() if line.startswith("| snapkv, kernel 21 + adakv |"))
     assert f"{both[0].scores['novels, ΔNLL'].difference.value:+.3f}" in row
+
+
+@pytest.mark.parametrize(("folder", "model"), [(each, name) for name, each in SCRIPT["MODELS"].items()])
+def test_a_check_agrees_with_the_bench_as_the_page_says(folder, model):
+    agrees = runpy.run_path(str(REPOSITORY / "benchmarks" / "check_agrees.py"))
+    check, bench = (latest(read_records(RECORDS / name)) for name in (f"{folder}-check", folder))
+    found = agrees["pairs_of"](check, [each for each in bench if each.text == "books_eval"], 0.01)
+    assert not [mine.plan for mine, theirs in found if agrees["contradicts"](mine, theirs)]
+    page = (REPOSITORY / "docs" / "how-to" / "safe-on-my-model.md").read_text(encoding="utf-8")
+    assert f"| {model}-Instruct | {len(found)} | {sum(a.word == b.word for a, b in found)} | 0 |" in page
 
 
 def test_every_verdict_has_its_lines_of_real_models():
