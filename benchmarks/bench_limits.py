@@ -11,7 +11,7 @@ where every alarm is a false one, and prepared frauds, where every silence is a 
 Beside it stand the distances of which identity is judged, and what the rule before would have said: 0.02 nats in the
 mean token of half precision, or what the model's two attentions differ by; 0.001 nats in one token of float32.
 
-    python benchmarks/bench_limits.py --model FOLDER --dtype bfloat16 --text NOVEL.txt --text OTHER.txt
+    python -m benchmarks.bench_limits --model FOLDER --dtype bfloat16 --text NOVEL.txt --text OTHER.txt
 
 A row is one processor: run it again where kernels differ (ATEN_CPU_CAPABILITY, another machine), with small windows
 where a dtype is slow. The last line is JSON.

@@ -1,10 +1,10 @@
 """kvpress and kvtailor on the same tokens: what each method loses there and here, and how many needles it finds.
 
     pip install --no-deps --target PEER kvpress==0.5.5 transformers==5.2.0 "tokenizers>=0.22,<=0.23" ...
-    python benchmarks/beside_kvpress.py tokens OUT --model MODEL --texts FOLDER
-    PYTHONPATH=PEER python benchmarks/beside_kvpress.py theirs OUT --model MODEL
-    python benchmarks/beside_kvpress.py ours OUT --model MODEL
-    python benchmarks/beside_kvpress.py write OUT
+    python -m benchmarks.beside_kvpress tokens OUT --model MODEL --texts FOLDER
+    PYTHONPATH=PEER python -m benchmarks.beside_kvpress theirs OUT --model MODEL
+    python -m benchmarks.beside_kvpress ours OUT --model MODEL
+    python -m benchmarks.beside_kvpress write OUT
 
 kvpress 0.5.5 (Apache-2.0) is used as it was published, with the release of transformers that it asks for, in a process
 of its own that imports nothing of kvtailor. Both sides read the token ids that `tokens` wrote: windows of texts and
@@ -114,8 +114,8 @@ OUTSIDE = (
 
 def tokens(out: Path, args: argparse.Namespace) -> None:
     """Write the token ids of windows and documents."""
+    from benchmarks.peers.losses import windows_of
     from kvtailor.bench.data.synthetic.documents import make_document
-    from kvtailor.bench.peers.losses import windows_of
     from kvtailor.bench.subject import Subject, hash_of
     from kvtailor.bench.tasks.needle import code_document
 

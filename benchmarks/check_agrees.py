@@ -2,7 +2,7 @@
 
     kvtailor check --model NAME --measure --out checked
     kvtailor bench --suite field --model NAME --data FOLDER --out results
-    python benchmarks/check_agrees.py checked results --text books_eval
+    python -m benchmarks.check_agrees checked results --text books_eval
 
 A plan is in both where it is the same plan, or the same with a budget within a tenth: `keep=0.25` and `keep=0.2421`.
 They contradict each other where one says safe and the other harmful, at the same margin.

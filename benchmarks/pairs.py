@@ -1,6 +1,6 @@
 """What does a decoded token cost where a method that chooses tokens meets a codec?
 
-    python benchmarks/pairs.py [--model demo] [--layers 2] [--only streamingllm] [--codec kivi] [--slack 0] [--every 6]
+    python -m benchmarks.pairs [--model demo] [--layers 2] [--only streamingllm] [--codec kivi] [--slack 0] [--every 6]
         [--out FILE]
 
 Each method was timed alone when it was written, and most codecs too. Together they share one machinery: what an

@@ -12,9 +12,9 @@ import pytest
 from tests.support.other_device.counts import Counts, counted, models, plans
 
 PAGE = Path(__file__).parents[3] / "docs" / "synchronisations.md"
-WRITER: dict[str, Any] = runpy.run_path(str(PAGE.with_name("measure_syncs.py")))
+WRITER: dict[str, Any] = runpy.run_path(str(PAGE.parents[1] / "benchmarks" / "syncs.py"))
 ROWS: dict[str, str] = WRITER["rows"](PAGE.read_text(encoding="utf-8"))
-HINT = "run `python docs/measure_syncs.py` and commit docs/synchronisations.md with the change"
+HINT = "run `python -m benchmarks.syncs` and commit docs/synchronisations.md with the change"
 # What most users run: nothing, an eviction to unequal budgets with codes, sparse reading.
 DEFAULT = (
     "full",

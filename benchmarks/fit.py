@@ -1,6 +1,6 @@
 """Whether `fit` finds the better plan: on novels and questions that no stage of it saw, against every preset.
 
-    python docs/measure_fit.py FOLDER_OF_NOVELS OUT [EFFORT [BUDGET ...]]
+    python -m benchmarks.fit FOLDER_OF_NOVELS OUT [EFFORT [BUDGET ...]]
 
 Half of the novels are given to `fit`, which keeps the second half of each for its proof; the other novels judge here,
 with questions of other random states. For each budget: the fitted plan, stage 1 alone, stage 2 alone, and every shipped

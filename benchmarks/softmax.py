@@ -1,6 +1,6 @@
 """What a cap on logits and learned sinks cost a decoded token and a prompt: time with them over time without.
 
-    python docs/measure_softmax.py [CONTEXTS] [DTYPES] [ROUNDS]
+    python -m benchmarks.softmax [CONTEXTS] [DTYPES] [ROUNDS]
 
 The model is `random-llama-gqa` of `kvtailor bench micro decode`, and the same on all sides: a Llama hands on to its
 attention what its caller gives it, so that softcap=50 and a sink for each query head can be given or left out. Sides

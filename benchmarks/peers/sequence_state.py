@@ -27,7 +27,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from kvtailor.bench.peers.ggml_rows import RowKind, kind_of_number
+from benchmarks.peers.ggml_rows import RowKind, kind_of_number
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Rows", "SequenceState"]
@@ -92,7 +92,7 @@ class SequenceState:
         except (struct.error, ValueError) as error:
             raise KvtailorError(
                 f"asked to read a sequence of llama.cpp from {len(data):,} bytes, which end too early ({error}): its "
-                "layout has changed, see bench/peers/sequence_state.py"
+                "layout has changed, see benchmarks/peers/sequence_state.py"
             ) from error
 
     @classmethod
@@ -125,7 +125,7 @@ class SequenceState:
         if at != len(data):
             raise KvtailorError(
                 f"read {at:,} of the {len(data):,} bytes of a state of llama.cpp: its layout has changed, see "
-                "bench/peers/sequence_state.py"
+                "benchmarks/peers/sequence_state.py"
             )
         positions = torch.from_numpy(of_cells["position"].astype(numpy.int32))
         return cls(

@@ -1,6 +1,6 @@
 """Decoding before and after a change: processor time per token of two checkouts, in turns.
 
-    python docs/measure_decode.py BEFORE AFTER [ROUNDS]
+    python -m benchmarks.decode_before_after BEFORE AFTER [ROUNDS]
 
 BEFORE and AFTER are checkouts with compiled kernels. Each round starts a process of each, the other one first in every
 second round. A process decodes 48 tokens of an untrained Llama after a prompt of 300, four times under each plan, on

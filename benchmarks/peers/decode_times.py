@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.peers.gguf_file import write_gguf
+from benchmarks.peers.llama_runner import LlamaCache, LlamaModel
 from kvtailor.bench.measure.cache_fields import bytes_of
 from kvtailor.bench.micro.cases import MODEL, VOCABULARY, model_states, random_of
 from kvtailor.bench.micro.tables import Advance
 from kvtailor.bench.micro.timer import CPU, Measured, Side, time_in_turns
-from kvtailor.bench.peers.gguf_file import write_gguf
-from kvtailor.bench.peers.llama_runner import LlamaCache, LlamaModel
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.run.stock import dynamic_cache, fill, static_cache
 from kvtailor.hf.versions import hand_cache

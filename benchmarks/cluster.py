@@ -1,10 +1,10 @@
 """What a sweep costs its driver, and so how many workers one driver feeds; the numbers of docs/scaling.md.
 
-python docs/measure_cluster.py driver      cells that do nothing, answered in this process: the bench's own cost
-python docs/measure_cluster.py ray         the same cells on a Ray cluster of this machine
-python docs/measure_cluster.py samples     what making a sample costs, which the driver does once for all plans
-python docs/measure_cluster.py waiting     outcomes of calls with up to 10,000 out, by callback and by ray.wait
-python docs/measure_cluster.py simulate SECONDS     up to 1,000 workers fed by a driver of so many seconds a cell
+python -m benchmarks.cluster driver      cells that do nothing, answered in this process: the bench's own cost
+python -m benchmarks.cluster ray         the same cells on a Ray cluster of this machine
+python -m benchmarks.cluster samples     what making a sample costs, which the driver does once for all plans
+python -m benchmarks.cluster waiting     outcomes of calls with up to 10,000 out, by callback and by ray.wait
+python -m benchmarks.cluster simulate SECONDS     up to 1,000 workers fed by a driver of so many seconds a cell
 """
 
 from __future__ import annotations

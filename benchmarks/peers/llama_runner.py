@@ -23,9 +23,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from kvtailor.bench.peers.ggml_rows import RowKind, kind_of
-from kvtailor.bench.peers.gguf_file import interleaved
-from kvtailor.bench.peers.sequence_state import Rows, SequenceState
+from benchmarks.peers.ggml_rows import RowKind, kind_of
+from benchmarks.peers.gguf_file import interleaved
+from benchmarks.peers.sequence_state import Rows, SequenceState
 from kvtailor.errors import KvtailorError
 from kvtailor.ops.codes.hadamard import mixed
 

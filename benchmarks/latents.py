@@ -1,6 +1,6 @@
 """Times a decoded token of a model that caches latents: transformers' own cache against plans of ours, in turns.
 
-    python docs/measure_latents.py [tokens] [rounds] [dtype]
+    python -m benchmarks.latents [tokens] [rounds] [dtype]
 
 The attention is that of DeepSeek-V2-Lite (16 heads of 128 + 64, values of 128, latents of 512) in two layers whose
 other parts are small, so that the cache is what a token costs. Each round decodes one token with every cache; medians

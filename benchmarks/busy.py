@@ -3,8 +3,8 @@
 The command runs alone and beside a loop that keeps one core busy, in turns, so that what else happens on the machine
 meets both. The loop is pinned to the first core that this process may use. What the command prints goes nowhere.
 
-    python docs/measure_busy.py .venv/bin/kvtailor run --prompt-file README.md --max-new-tokens 64
-    python docs/measure_busy.py --rounds 2 make demo
+    python -m benchmarks.busy .venv/bin/kvtailor run --prompt-file README.md --max-new-tokens 64
+    python -m benchmarks.busy --rounds 2 make demo
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """kvtailor beside llama.cpp: a decoded token and its bytes, and the loss of the embedded model on the same tokens.
 
-    python docs/measure_peer.py times OUT [--dtypes bfloat16,float32] [--contexts 8192,32768] [--threads 1,2]
+    python -m benchmarks.peer times OUT [--dtypes bfloat16,float32] [--contexts 8192,32768] [--threads 1,2]
                                           [--rounds 10]
-    python docs/measure_peer.py losses OUT --texts FOLDER [--each 4] [--context 1024] [--continuation 256]
-    python docs/measure_peer.py table OUT
+    python -m benchmarks.peer losses OUT --texts FOLDER [--each 4] [--context 1024] [--continuation 256]
+    python -m benchmarks.peer table OUT
 
-`times` measures random models in turns (`kvtailor.bench.peers.decode_times`), `losses` the model `demo` on the texts
-*.txt of a folder (`kvtailor.bench.peers.losses`); both write JSON into the folder OUT. `losses` writes a file for each
+`times` measures random models in turns (`benchmarks.peers.decode_times`), `losses` the model `demo` on the texts
+*.txt of a folder (`benchmarks.peers.losses`); both write JSON into the folder OUT. `losses` writes a file for each
 text and goes on where it stopped. `table` prints the tables of docs/peers/llama-cpp.md from these files.
 
 It needs `pip install gguf==0.19.0 llama-cpp-python==0.3.36`, which are no dependencies of kvtailor.
@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.peers.decode_times import BASE, WARMUP, prepare, timed
+from benchmarks.peers.llama_runner import LlamaModel
+from benchmarks.peers.losses import PLANS, Losses, agreement, compared_losses, losses, windows_of
 from kvtailor.bench.measure.machine import describe, read_bandwidth
 from kvtailor.bench.micro.tables import compared
-from kvtailor.bench.peers.decode_times import BASE, WARMUP, prepare, timed
-from kvtailor.bench.peers.llama_runner import LlamaModel
-from kvtailor.bench.peers.losses import PLANS, Losses, agreement, compared_losses, losses, windows_of
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.perplexity import Window
 

@@ -1,6 +1,6 @@
 """Writes the tables of `docs/synchronisations.md`: how often each plan makes the host wait for the device.
 
-    python docs/measure_syncs.py
+    python -m benchmarks.syncs
 
 No GPU is needed: models run on the device of `tests/support/other_device`, which counts. The counts are the same at
 every run and on every machine. Five minutes of one quiet core.
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "synchronisations.md"
-BEGIN, END = "<!-- counts: made by docs/measure_syncs.py -->", "<!-- /counts -->"
+BEGIN, END = "<!-- counts: made by benchmarks/syncs.py -->", "<!-- /counts -->"
 HEAD = (
     "| plan | a decoded token, median | mean | each further layer | a prompt of 3 layers | each further layer |\n"
     "|---|---|---|---|---|---|"

@@ -27,11 +27,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.peers.gguf_file import write_gguf
+from benchmarks.peers.llama_runner import LlamaCache, LlamaModel
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.data.texts import read_text
 from kvtailor.bench.measure.statistics import Estimate, mean_difference
-from kvtailor.bench.peers.gguf_file import write_gguf
-from kvtailor.bench.peers.llama_runner import LlamaCache, LlamaModel
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.perplexity import Perplexity, Window, score_window
 from kvtailor.errors import KvtailorError
