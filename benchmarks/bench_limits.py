@@ -24,6 +24,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def _read_all(layer: Any) -> None:
         append(keys, values, **how)
 
     def reading(query: Tensor, mask: Any, scaling: float, *module: Any) -> Tensor:
-        output = attend(query, mask, scaling, *module)
+        output: Tensor = attend(query, mask, scaling, *module)
         if len(kept) == 1:
             return output
         keys, values = (torch.cat(each, 2) for each in zip(*kept, strict=True))
@@ -138,7 +139,12 @@ def rule_before(subject: Subject, task: Perplexity) -> bool:
     )
 
 
-def measure(subject: Subject, texts: list[Path], sizes: dict[str, int]) -> dict[str, Any]:
+def _instead(plan: str, model: Any, asked: Any) -> Any:
+    """A cache of another plan than was asked for."""
+    return cache_for(model, plan)
+
+
+def measure(subject: Subject, texts: list[Path], sizes: dict[str, Any]) -> dict[str, Any]:
     """Alarms of honest runs and of frauds, over all texts."""
     false: Counter[str] = Counter()
     before, notes = 0, list[str]()
@@ -157,7 +163,7 @@ def measure(subject: Subject, texts: list[Path], sizes: dict[str, int]) -> dict[
         notes += said
         before += rule_before(subject, task)
         for plan in IN_PLACE_OF_FULL:
-            given = with_caches(subject, lambda model, asked, plan=plan: cache_for(model, plan))
+            given = with_caches(subject, partial(_instead, plan))
             try_fraud(f"identity: 'full' is {plan}", "identity", given, (), task)
         for plan in LEAKING:
             given = with_caches(

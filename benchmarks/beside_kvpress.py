@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -251,7 +250,10 @@ def ours(out: Path, args: argparse.Namespace) -> None:
     def measure(name: str) -> dict[str, Any]:
         codes = name == "full" or name.startswith("kivi")
         contestant = Contestant.of(name if codes else f"{name} @ keep={KEPT}, slack=never")
-        scored = [score_window(subject, contestant, *map(torch.tensor, window)) for window in given["windows"]]
+        scored = [
+            score_window(subject, contestant, torch.tensor(context), torch.tensor(continuation))
+            for context, continuation in given["windows"]
+        ]
         documents = [tuple(map(torch.tensor, each)) for each in given["needles"]]
         hits = {
             outside: sum(
@@ -364,4 +366,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.micro.tables import compared
 from benchmarks.peers.decode_times import BASE, WARMUP, prepare, timed
 from benchmarks.peers.llama_runner import LlamaModel
 from benchmarks.peers.losses import PLANS, Losses, agreement, compared_losses, losses, windows_of
 from kvtailor.bench.measure.machine import describe, read_bandwidth
-from kvtailor.bench.micro.tables import compared
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.perplexity import Window
 

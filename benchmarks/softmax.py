@@ -2,7 +2,7 @@
 
     python -m benchmarks.softmax [CONTEXTS] [DTYPES] [ROUNDS]
 
-The model is `random-llama-gqa` of `kvtailor bench micro decode`, and the same on all sides: a Llama hands on to its
+The model is `random-llama-gqa` of `micro decode`, and the same on all sides: a Llama hands on to its
 attention what its caller gives it, so that softcap=50 and a sink for each query head can be given or left out. Sides
 take turns in one process, on one thread; printed are the median ratio of the rounds' processor times and the quartiles.
 """
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from kvtailor.bench.micro.cases import VOCABULARY, model_states, random_llama
-from kvtailor.bench.micro.timer import Side, time_in_turns
+from benchmarks.micro.cases import VOCABULARY, model_states, random_llama
+from benchmarks.micro.timer import Side, time_in_turns
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.run.stock import fill
 from kvtailor.hf.versions import hand_cache

@@ -1,6 +1,6 @@
 """A decoded token of one random Llama on kvtailor, on transformers and on llama.cpp, taking turns in one process.
 
-The model is that of `kvtailor bench micro decode`: 4 layers of 32 query and 8 kv heads of 128, hidden size 1024,
+The model is that of `python -m benchmarks.micro decode`: 4 layers of 32 query and 8 kv heads of 128, hidden size 1024,
 untrained. llama.cpp gets the same weights from a GGUF file, in the dtype that the others compute in. The context is
 written into all caches, the same keys and values in the form of each (`LlamaCache.fill`), and 16 tokens go through
 every model behind it, after which a plan cuts or encodes what it holds. So all of them decode the same token at the
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.micro.cases import MODEL, VOCABULARY, model_states, random_of
+from benchmarks.micro.tables import Advance
+from benchmarks.micro.timer import CPU, Measured, Side, time_in_turns
 from benchmarks.peers.gguf_file import write_gguf
 from benchmarks.peers.llama_runner import LlamaCache, LlamaModel
 from kvtailor.bench.measure.cache_fields import bytes_of
-from kvtailor.bench.micro.cases import MODEL, VOCABULARY, model_states, random_of
-from kvtailor.bench.micro.tables import Advance
-from kvtailor.bench.micro.timer import CPU, Measured, Side, time_in_turns
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.run.stock import dynamic_cache, fill, static_cache
 from kvtailor.hf.versions import hand_cache

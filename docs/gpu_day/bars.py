@@ -219,7 +219,7 @@ def _host() -> list[Point]:
 
 
 def _cpu() -> list[Point]:
-    reason = "a bar of CPUs: `kvtailor bench micro kernels` there, and LOG.md"
+    reason = "a bar of CPUs: `python -m benchmarks.micro kernels` there, and LOG.md"
     asks = {
         "C1": "bfloat16 kernel: 0.75 of a read, 3 times the best of torch",
         "C2": "int8 over bfloat16: 1.35 times, 1.65 with single heads",

@@ -73,7 +73,7 @@ def estimate(piece: int) -> int:
 
 
 def _micro(name: str, *words: str) -> tuple[str, ...]:
-    return ("-m", "kvtailor", "bench", "micro", name, *words, "--json")
+    return ("-m", "benchmarks.micro", name, *words)
 
 
 def _on_gpu(name: str, *words: str) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ _REAL = (
     Step(
         name="tests-graphs", piece=3, seconds=120, words=_pytest(
             "tests/seam/run/test_graphs_on_cuda.py", "tests/seam/test_triton_forms.py", "tests/store/test_host.py",
-            "tests/bench/micro/test_link.py", "tests/bench/micro/test_gpu_kernels.py",
+            "tests/benchmarks/micro/test_link.py", "tests/benchmarks/micro/test_gpu_kernels.py",
         ), kind="tests", about="graphs, whole models through the kernels and the pinned tier, on this GPU",
     ),
     Step(

@@ -17,12 +17,11 @@ from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.cli import _verbs, main
 from kvtailor.cli.bench import command as bench
-from kvtailor.cli.micro import micro
 from kvtailor.cli.words.groups import GroupedCommand
 from kvtailor.cli.words.lines import columns, wrapped
 
 VERBS = [[verb] for verb in _verbs()]
-HELP = [[], *VERBS, ["bench", "micro"], *(["bench", "micro", name] for name in micro.commands)]
+HELP = [[], *VERBS]
 PLANS = ("snapkv(window=16) + adakv + kivi(bits=4) @ keep=0.25, slack=64", "rocket", "full", "kivi4")
 
 

@@ -5,25 +5,20 @@ What cannot be parted stays whole: paths, and the text that a model writes.
 
 import io
 import os
-import re
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import click
-import pytest
 from click.testing import CliRunner
 from rich.console import Console
 from tests.cli.test_in_80_columns import said, wide
 from tests.support.fitting.made_fits import made_fit
 
 from kvtailor.bench.data.texts import generated_text
-from kvtailor.bench.micro import kernels
-from kvtailor.bench.micro.tables import Bench, Cell, Table, compared
-from kvtailor.bench.micro.timer import Measured
-from kvtailor.cli import demo, main
+from kvtailor.cli import demo
 from kvtailor.cli.fit import TerminalProgress, note_of_use, show
-from kvtailor.cli.words.lines import formatted_warning, python_lines, wrapped_row
+from kvtailor.cli.words.lines import formatted_warning, python_lines
 
 PLAN = "snapkv(window=16) + adakv + kivi(bits=4, recent=32) @ keep=0.25, slack=64"
 PROMPT = "The old mill stood at the end of the village. " * 20
@@ -61,48 +56,6 @@ def test_bench_and_its_report(tmp_path):
     assert too_wide(text) == [] and str(tmp_path / "report.html") in text
     report = said("report", str(tmp_path))
     assert too_wide(report) == [] and str(tmp_path / "report.md") in report.splitlines()
-
-
-@pytest.fixture
-def rows(monkeypatch):
-    """The lines of a micro bench whose name, base and notes are long, in place of a measurement."""
-    base, note = (
-        "StaticCache + sdpa, huge pages",
-        "HQQ is left out: " + "You need to install it in order to use it. " * 3,
-    )
-    results = [
-        Measured(name=name, seconds=[0.05, 0.06, 0.07], disturbed=1, bytes_read=10**8) for name in (base, PLAN, "full")
-    ]
-    lines, found = compared("a title of many words " * 5, results, base, bandwidth=1e11, notes=[note], layers=4)
-
-    def bench(**settings):
-        cells = [Cell(name="one of many words " * 6, samples=1, measure=lambda advance: Table(lines=lines))]
-        about = "What is measured, in lines that were broken\nfor a page of 120 columns, as these benches have it. " * 2
-        return Bench(about=about, machine="a machine " * 12, cells=cells)
-
-    monkeypatch.setattr(kernels, "bench", bench)
-    return lines
-
-
-def test_micro_parts_rows_between_their_cells(rows):
-    text = said("bench", "micro", "kernels")
-    assert wide(text) == []
-    assert "lines that were broken for a page" in " ".join(text.split())
-    assert re.search(rf"^  {re.escape(PLAN)}\n      +60.00 ms  \[55.00, 65.00\]  ", text, re.MULTILINE), text
-    whole = CliRunner().invoke(main, ["bench", "micro", "kernels"], env={"COLUMNS": ""}).output
-    assert "\n".join(rows) in whole, "a file has each row on one line"
-
-
-def test_rows_keep_every_word():
-    row = "  a name of words   12.30 ms  [1.00, 2.00]   0.50 of another name of words  (3 samples, 0 disturbed)"
-    for most in range(40, 120):
-        found = wrapped_row(row, most)
-        assert found.split() == row.split() and all(len(line) <= most for line in found.split("\n"))
-    assert wrapped_row(row, 60).split("\n") == [
-        "  a name of words   12.30 ms  [1.00, 2.00]",
-        "      0.50 of another name of words",
-        "      (3 samples, 0 disturbed)",
-    ]
 
 
 def test_python_is_parted_into_lines_that_run():

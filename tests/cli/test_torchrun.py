@@ -77,7 +77,6 @@ def test_a_bench_in_two_processes_has_the_records_of_one(tmp_path: Path) -> None
     [
         (["calibrate", "duo", "--text", "x"], "calibrate runs in one process, and torchrun started 2"),
         (["demo"], "demo runs in one process"),
-        (["bench", "micro", "decode"], "bench micro runs in one process"),
         (["run", "--plan", "full"], "cannot share standard input"),
     ],
 )

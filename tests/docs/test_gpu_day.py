@@ -213,7 +213,7 @@ def option(words: tuple[str, ...], name: str, usual: str = "") -> list[str]:
 
 def written(day: SimpleNamespace) -> dict[str, set[str]]:
     """The tables that the real steps write, and the sides of each, by the names that the benches give them."""
-    from kvtailor.bench.micro import cases, kernels, whole
+    from benchmarks.micro import cases, kernels, whole
     from kvtailor.ops.dispatch import using
 
     with using("triton"):
@@ -253,7 +253,7 @@ def written(day: SimpleNamespace) -> dict[str, set[str]]:
 @needs_triton
 def test_bars_read_what_the_steps_write(day: SimpleNamespace) -> None:
     """Names stand in two places; a bar that reads a table of another name would be null for ever."""
-    from kvtailor.bench.micro import host, link
+    from benchmarks.micro import host, link
 
     asked: set[tuple[str, str]] = set()
 

@@ -31,11 +31,11 @@ from kvtailor.cli.asked import (
     values_of,
 )
 from kvtailor.cli.machine_share import WAITING
-from kvtailor.cli.micro import BenchOrMicro
 from kvtailor.cli.report import LEAVE_OUT
 from kvtailor.cli.suite_time import MEASURED, say_estimate, say_time_of
 from kvtailor.cli.torchrun import under_torchrun
 from kvtailor.cli.words.dtypes import dtype_options
+from kvtailor.cli.words.groups import GroupedCommand
 from kvtailor.cli.words.lines import say
 from kvtailor.cli.words.margins import margin_options, margins_of
 from kvtailor.cli.words.sharing import share_option
@@ -70,7 +70,7 @@ OF_ONE_RUN = {
 }
 
 
-@click.command(cls=BenchOrMicro, short_help="Compare plans: quality, bytes and speed.")
+@click.command(cls=GroupedCommand, short_help="Compare plans: quality, bytes and speed.")
 @click.option(
     "--model",
     default="demo",

@@ -24,7 +24,7 @@ def refusal(words: Sequence[str]) -> str | None:
     Args:
         words: of the command line, the verb first.
     """
-    verb = "bench micro" if tuple(words[:2]) == ("bench", "micro") else words[0]
+    verb = words[0]
     if not under_torchrun() or verb in (*_SHARING, *_ALIKE) or verb.startswith("-"):
         return None
     return (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks.peers.ggml_rows import BLOCK, KINDS, kind_of, kind_of_number
 
+from benchmarks.peers.ggml_rows import BLOCK, KINDS, kind_of, kind_of_number
 from kvtailor.errors import KvtailorError, UnknownName
 
 QUANTISED = ("q8_0", "q4_0")

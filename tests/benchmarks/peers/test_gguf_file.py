@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.peers.gguf_file import interleaved, interleaved_rows, llama_tensors, write_gguf
 from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from benchmarks.peers.gguf_file import interleaved, interleaved_rows, llama_tensors, write_gguf
 from kvtailor.errors import KvtailorError, UnsupportedModel
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8

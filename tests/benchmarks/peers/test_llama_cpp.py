@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+
+from benchmarks.peers import decode_times, llama_runner
 from benchmarks.peers.decode_times import BASE, KINDS, prepare, timed
 from benchmarks.peers.gguf_file import write_gguf
 from benchmarks.peers.llama_runner import LlamaCache, LlamaModel, missing, rotated_rows
 from benchmarks.peers.losses import OWN_BASE, agreement, compared_losses, losses, windows_of
-
-from benchmarks.peers import decode_times, llama_runner
 from kvtailor.bench.measure.statistics import Estimate
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError

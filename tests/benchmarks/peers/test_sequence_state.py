@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from benchmarks.peers.ggml_rows import kind_of
 from benchmarks.peers.sequence_state import Rows, SequenceState
-
 from kvtailor.errors import KvtailorError
 
 CELLS = 3

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtailor.bench.micro.host import BASE
+from benchmarks.micro.host import BASE
 from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.ops.cpu.library import library, why_none
 from kvtailor.plan import registry

@@ -25,8 +25,8 @@ import torch
 from tests.support.host.calls import count_calls
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvtailor.bench.micro import host
-from kvtailor.bench.micro.timer import Side
+from benchmarks.micro import host
+from benchmarks.micro.timer import Side
 from kvtailor.hf.model.config import RANDOM_SHAPES
 from kvtailor.ops.dispatch import using
 
@@ -51,7 +51,7 @@ DEPTHS = (4, 8)
 # them no plan evicts or encodes, unless it does so at every token.
 _WARMUP, _TOKENS = 1, 3
 _HEAD = """\
-# What the host does for one decoded token of each plan of `kvtailor bench micro host`, at most:
+# What the host does for one decoded token of each plan of `python -m benchmarks.micro host`, at most:
 #
 #   calls       Python functions of kvtailor that are called
 #   operations  torch operations, above those of the same model on transformers' DynamicCache with sdpa

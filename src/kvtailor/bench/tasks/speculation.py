@@ -35,7 +35,7 @@ from torch import Tensor
 
 from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.measure.machine import Neighbours
-from kvtailor.bench.micro.timer import rounds_in_turns
+from kvtailor.bench.measure.turns import rounds_in_turns
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks.contract import AllAtOnce, Sample, Scored, Turns
 from kvtailor.bench.tasks.draft_rounds import DraftRounds

@@ -35,7 +35,7 @@ from kvtailor.bench.measure.cache_fields import bytes_of, weigh
 from kvtailor.bench.measure.flops import Work, count
 from kvtailor.bench.measure.machine import Neighbours
 from kvtailor.bench.measure.statistics import timings_of
-from kvtailor.bench.micro.timer import rounds_in_turns
+from kvtailor.bench.measure.turns import rounds_in_turns
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks.contract import AllAtOnce, Demand, Sample, Scored, Turns
 from kvtailor.bench.tasks.settings import BATCHES, CONTEXTS, NEW_TOKENS, ROUNDS, Metric, Option, setting

@@ -1,13 +1,12 @@
-"""`--help` with options and commands in lists of their own, by click's own means."""
+"""`--help` with options in lists of their own, by click's own means."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import click
 
-__all__ = ["GroupedCommand", "ListedGroup", "OneOfSeveral"]
+__all__ = ["GroupedCommand"]
 
 _REST = "Further options"
 
@@ -37,40 +36,3 @@ class GroupedCommand(click.Command):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
-
-
-class ListedGroup(click.Group):
-    """A group whose commands are listed as a user types them, in the order of their definition.
-
-    Args:
-        list_of: the heading of the list, and the words that stand before each command's name.
-    """
-
-    def __init__(self, *args: Any, list_of: tuple[str, str], **attributes: Any):
-        super().__init__(*args, **attributes)
-        self._heading, self._before = list_of
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands; called by click."""
-        self.write_list(formatter)
-
-    def write_list(self, formatter: click.HelpFormatter) -> None:
-        """Write the list, each command with its own short help: for this group's help, and for any other's."""
-        rows = [(f"{self._before} {name}", each.get_short_help_str()) for name, each in self.commands.items()]
-        formatter.write_paragraph()
-        with formatter.indentation():
-            formatter.write_text(f"{self._heading}:")
-            formatter.write_dl(rows, col_max=max(len(row[0]) for row in rows) + 2)
-
-
-class OneOfSeveral(click.Command):
-    """A command whose error lists its options where it gets another command's."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            mine = [option for each in self.params for option in each.opts if option.startswith("--")]
-            raise click.UsageError(
-                f"{error.option_name} is not for {self.name}: {', '.join(mine)} are.", ctx
-            ) from error

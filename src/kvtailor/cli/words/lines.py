@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
 import kvtailor
 
-__all__ = ["columns", "formatted_warning", "python_lines", "say", "say_rows", "wrapped", "wrapped_row"]
+__all__ = ["columns", "formatted_warning", "python_lines", "say", "wrapped"]
 
 _LEAST = 40
 _PACKAGE = Path(kvtailor.__file__).parent
@@ -58,36 +56,6 @@ def say(text: str, *, hang: int | None = None, bold: bool = False, dim: bool = F
     most = columns(err=err)
     for line in text.split("\n"):
         click.secho(line if most is None else wrapped(line, most, hang), bold=bold or None, dim=dim or None, err=err)
-
-
-def wrapped_row(line: str, most: int) -> str:
-    """Return a row of a table in as many lines as its width needs; what does not fit stands below, indented.
-
-    It is parted where two blanks or more stand between its cells, and a cell that is wider than a line at its words.
-
-    Args:
-        line: cells with two blanks or more between them; leading blanks stay.
-        most: columns that a line may have.
-    """
-    if len(line) <= most:
-        return line
-    lead = len(line) - len(line.lstrip(" "))
-    found, current = [], ""
-    # A cell comes with the blanks before it, so that the cells of a first line stay below each other.
-    for cell in re.findall(r"^ *\S+(?: \S+)*|  +\S+(?: \S+)*", line):
-        if current and len(current) + len(cell) > most:
-            found.append(current)
-            current = " " * (lead + 4) + cell.lstrip(" ")
-        else:
-            current += cell
-    return "\n".join(wrapped(each, most, lead + 4) for each in (*found, current))
-
-
-def say_rows(lines: Iterable[str]) -> None:
-    """Print the lines of a table, each parted between its cells where the terminal is narrower; see `wrapped_row`."""
-    most = columns()
-    for line in lines:
-        click.echo(line if most is None else wrapped_row(line, most))
 
 
 def python_lines(plan: str, most: int) -> list[str]:

@@ -49,7 +49,7 @@ RANDOM_SHAPE = {
 }
 _WIDE = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 131_072}
 # The attention of Llama 3.1 8B, 32 query heads on 8 kv heads of 128, in a model that is small beside it: what
-# `kvtailor bench micro` times, where the cache shall be what a token costs.
+# `python -m benchmarks.micro` times, where the cache shall be what a token costs.
 _GROUPED = {
     "hidden_size": 1024,
     "intermediate_size": 2816,

@@ -1,4 +1,4 @@
-"""`kvtailor bench micro whole`: every plan under every implementation, launched and replayed, in turns."""
+"""`python -m benchmarks.micro whole`: every plan under every implementation, launched and replayed, in turns."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from click.testing import CliRunner, Result
 from tests.ops.gpu.exact_attention import needs_triton
 from tests.support.seam.tape import recorder
 
+from benchmarks.micro import whole
+from benchmarks.micro.__main__ import micro
 from kvtailor.bench.measure.machine import Neighbours
-from kvtailor.bench.micro import whole
-from kvtailor.cli import main
 from kvtailor.errors import KvtailorError, PlanError
 from kvtailor.hf.graphs import replay
 from kvtailor.hf.model.config import RANDOM_SHAPES
@@ -29,13 +29,13 @@ def shallow_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*words: str) -> Result:
-    return CliRunner().invoke(main, ["bench", "micro", "whole", "--model", MODEL, *words])
+    return CliRunner().invoke(micro, ["whole", "--model", MODEL, *words])
 
 
 def test_it_runs_and_ends_with_json() -> None:
     found = run(
         "--contexts", "96", "--batches", "1,2", "--prefill", "64", "--plans", "vector(bits=4)", "--tokens", "2",
-        "--rounds", "2", "--prefill-rounds", "1", "--json",
+        "--rounds", "2", "--prefill-rounds", "1",
     )  # fmt: skip
     assert found.exit_code == 0, found.output
     tables = json.loads(found.stdout.splitlines()[-1])["tables"]
@@ -94,7 +94,7 @@ def test_what_cannot_be_replayed_or_has_no_room_is_named(monkeypatch: pytest.Mon
 
 
 def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtailor.bench.micro.whole import bench
+    from benchmarks.micro.whole import bench
 
     with pytest.raises(PlanError):
         bench(model=MODEL, dtype="float32", contexts=[8], plans=["snapkw"], device=CPU)

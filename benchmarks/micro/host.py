@@ -1,6 +1,6 @@
 """What does the host add to a decoded token? A model with almost no arithmetic, every preset, against DynamicCache.
 
-    kvtailor bench micro host [--plans "full; kivi4"] [--profile [PLAN]] [--threads 1] [--device cuda]
+    python -m benchmarks.micro host [--plans "full; kivi4"] [--profile [PLAN]] [--threads 1] [--device cuda]
 
 The model is `random-llama-narrow`: 16 layers, hidden size 64, untrained. Its products are so small that a token takes
 the time of Python and of launching operations alone, on a CPU and on a GPU. A token on transformers' `DynamicCache`
@@ -15,7 +15,7 @@ Plans are all presets, and those of `PLANS`. A plan that evicts has a budget of 
 is cut. A preset that cannot be run on this model is named below the table, with the reason. All sides take turns, token
 by token.
 
-`profile` adds, below the table, where the time of a plan's token goes by function (`bench.micro.by_function`).
+`profile` adds, below the table, where the time of a plan's token goes by function (`benchmarks.micro.by_function`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.micro.by_function import functions_of, told
+from benchmarks.micro.cases import VOCABULARY, random_of
+from benchmarks.micro.tables import Advance, Bench, Cell, Table, compared
+from benchmarks.micro.timer import Side, time_in_turns
 from kvtailor.bench.measure.cache_fields import bytes_of
 from kvtailor.bench.measure.machine import Neighbours
-from kvtailor.bench.micro.by_function import functions_of, told
-from kvtailor.bench.micro.cases import VOCABULARY, random_of
-from kvtailor.bench.micro.tables import Advance, Bench, Cell, Table, compared
-from kvtailor.bench.micro.timer import Side, time_in_turns
 from kvtailor.errors import KvtailorError, UnknownName
 from kvtailor.hf.run.prefill import prefill
 from kvtailor.hf.run.stock import dynamic_cache
@@ -205,7 +205,3 @@ def _profile(base: Side, sides: Sequence[Side], layers: int, advance: Advance) -
         )
         lines += more
     return Table(lines=lines, rows=rows)
-
-
-if __name__ == "__main__":
-    raise SystemExit("this bench is a command: kvtailor bench micro host --help")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.micro.timer import Measured
 from kvtailor.bench.measure.statistics import spread
-from kvtailor.bench.micro.timer import Measured
 
 __all__ = ["Advance", "Bench", "Cell", "Table", "compared"]
 

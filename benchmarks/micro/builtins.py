@@ -1,11 +1,11 @@
 """Our quantised cache against transformers' own `QuantizedCache`, at the same bits, groups and full-precision tail.
 
     pip install optimum-quanto hqq termcolor
-    kvtailor bench micro builtins [--contexts 8192,32768] [--bits 4,2] [--backends quanto,hqq] [--text FILE]
+    python -m benchmarks.micro builtins [--contexts 8192,32768] [--bits 4,2] [--backends quanto,hqq] [--text FILE]
 
 Three questions, everything in turns in this one process:
 
-1. *What does a decoded token cost?* The model of `kvtailor bench micro decode`, contexts written into the caches
+1. *What does a decoded token cost?* The model of `python -m benchmarks.micro decode`, contexts written into the caches
    directly. The ratio is to `QuantizedCache`; `full` and `StaticCache`, which quantise nothing, stand beside.
 2. *What does quantise-and-pack add to a prefill?* A prefill under our codec over one under `full`; processor time.
 3. *What is lost?* The embedded model, windows of a text: a context is prefilled, then the continuation is fed in pieces
@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.micro.cases import GROUP, VOCABULARY, model_states, random_llama
+from benchmarks.micro.tables import Advance, Bench, Cell, Table, compared
+from benchmarks.micro.timer import Measured, Side, time_in_turns
 from kvtailor.bench.data.texts import generated_text, read_text
 from kvtailor.bench.measure.cache_fields import bytes_of
 from kvtailor.bench.measure.machine import read_bandwidth
 from kvtailor.bench.measure.statistics import Estimate, mean_difference, spread
-from kvtailor.bench.micro.cases import GROUP, VOCABULARY, model_states, random_llama
-from kvtailor.bench.micro.tables import Advance, Bench, Cell, Table, compared
-from kvtailor.bench.micro.timer import Measured, Side, time_in_turns
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.loading import load
@@ -311,7 +311,3 @@ def _installed(backends: Sequence[str]) -> tuple[list[str], list[str]]:
         except ImportError as error:
             left_out.append(f"QuantizedCache with {backend} is left out: {str(error).strip().split('. ')[0]}")
     return found, left_out
-
-
-if __name__ == "__main__":
-    raise SystemExit("this bench is a command now: kvtailor bench micro builtins --help")

@@ -9,8 +9,8 @@ import torch
 from click.testing import CliRunner
 from tests.support.seam.zoo import build
 
-from kvtailor.bench.micro import builtins
-from kvtailor.cli import main
+from benchmarks.micro import builtins
+from benchmarks.micro.__main__ import micro
 from kvtailor.hf.run.stock import quantized_cache
 
 
@@ -18,7 +18,7 @@ from kvtailor.hf.run.stock import quantized_cache
 def test_it_runs_on_what_is_installed() -> None:
     sizes = ["--contexts", "200", "--packing", "200", "--context", "200", "--continuation", "40", "--windows", "3"]
     few = ["--backends", "", "--bits", "4", "--rounds", "1", "--packing-rounds", "1", "--dtype", "float32"]
-    found = CliRunner().invoke(main, ["bench", "micro", "builtins", *sizes, *few, "--json"])
+    found = CliRunner().invoke(micro, ["builtins", *sizes, *few])
     assert found.exit_code == 0, found.output
     tables = json.loads(found.stdout.splitlines()[-1])["tables"]
     ours = "kivi(bits=4, group=64, recent=128)"
@@ -51,5 +51,5 @@ def test_a_library_that_is_missing_is_said() -> None:
     ids=str,
 )
 def test_what_cannot_be_is_refused_before_anything_runs(words: list[str], message: str) -> None:
-    found = CliRunner().invoke(main, ["bench", "micro", "builtins", *words])
+    found = CliRunner().invoke(micro, ["builtins", *words])
     assert found.exit_code == 2 and message in found.output, found.output

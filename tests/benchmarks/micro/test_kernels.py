@@ -1,4 +1,4 @@
-"""`kvtailor bench micro kernels`: what it prints, and that a wrong kernel gets no time."""
+"""`python -m benchmarks.micro kernels`: what it prints, and that a wrong kernel gets no time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from kvtailor.bench.micro import cases, kernels
-from kvtailor.cli import main
+from benchmarks.micro import cases, kernels
+from benchmarks.micro.__main__ import micro
 from kvtailor.errors import KvtailorError
 from kvtailor.ops.cpu.library import built
 
@@ -19,10 +19,9 @@ needs_cpu_kernels = pytest.mark.skipif(not built(), reason="the C++ kernels were
 
 
 @needs_cpu_kernels
-@pytest.mark.parametrize("words", [["bench", "kernels"], ["bench", "micro", "kernels", "--json"]], ids=" ".join)
-def test_it_runs_and_ends_with_json(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_and_ends_with_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "APART", 1)
-    found = CliRunner().invoke(main, [*words, "--contexts", "512", "--rounds", "1"])
+    found = CliRunner().invoke(micro, ["kernels", "--contexts", "512", "--rounds", "1"])
     assert found.exit_code == 0, found.output
     told = json.loads(found.stdout.splitlines()[-1])
     assert {title.split(",")[0] for title in told["tables"]} == {
@@ -37,13 +36,13 @@ def test_it_runs_and_ends_with_json(words: list[str], monkeypatch: pytest.Monkey
 
 
 @needs_cpu_kernels
-def test_without_json_the_last_line_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "APART", 1)
-    words = ["bench", "micro", "kernels", "--contexts", "512", "--rounds", "1", "--cases", "ragged"]
-    found = CliRunner().invoke(main, words)
+    words = ["kernels", "--contexts", "512", "--rounds", "1", "--cases", "ragged"]
+    found = CliRunner().invoke(micro, words)
     assert found.exit_code == 0, found.output
     assert "transformers' caches. Divided by: our own bfloat16 kernel" in found.stdout
-    assert "ragged heads, bfloat16" in found.stdout.splitlines()[-1] and "grouped" not in found.stdout
+    assert "ragged heads, bfloat16" in found.stdout.splitlines()[-2] and "grouped" not in found.stdout
     assert found.stderr.count(": done") == 1
 
 
@@ -87,9 +86,8 @@ def test_without_kernels_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         cases.kernels_of(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("words", [["kernels"], ["micro", "kernels"]], ids=" ".join)
-def test_options_of_plans_are_refused(words: list[str]) -> None:
-    found = CliRunner().invoke(main, ["bench", *words, "--windows", "3"])
+def test_options_of_plans_are_refused() -> None:
+    found = CliRunner().invoke(micro, ["kernels", "--windows", "3"])
     assert found.exit_code == 2 and "--windows is not for kernels: --contexts, --batches, --cases" in found.output
 
 

@@ -15,19 +15,17 @@ host has no part.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 
 from kvtailor.bench.measure.machine import Neighbours
+from kvtailor.bench.measure.turns import rounds_in_turns
 
-__all__ = ["CPU", "Measured", "Side", "rounds_in_turns", "time_in_turns"]
+__all__ = ["CPU", "Measured", "Side", "time_in_turns"]
 
 CPU = torch.device("cpu")
-
-_Each = TypeVar("_Each")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,31 +65,6 @@ class Measured:
     bytes_read: int | None = None
     cache_bytes: int | None = None
     peak_bytes: int | None = None
-
-
-def rounds_in_turns(
-    sides: Sequence[_Each],
-    rounds: int,
-    *,
-    warmup: int,
-    patience: int = 1,
-    enough: Callable[[_Each], bool] = lambda side: True,
-) -> Iterator[tuple[int, _Each]]:
-    """Yield (round, side) for every sample: each side once a round, the first of a round another one each time.
-
-    Args:
-        sides: whatever is timed.
-        rounds: that count; those before them have negative numbers.
-        warmup: rounds that do not count.
-        patience: while not every side has enough, rounds are added until there are so many times `rounds`.
-        enough: whether a side has the samples that it needs; asked after `rounds`, before each round.
-    """
-    for index in range(-warmup, patience * rounds):
-        if index >= rounds and all(enough(side) for side in sides):
-            return
-        first = index % len(sides)
-        for side in (*sides[first:], *sides[:first]):
-            yield index, side
 
 
 def time_in_turns(

@@ -1,6 +1,6 @@
 """Does a smaller cache pay for many rows at once? A decoded token of a whole batch, against transformers' StaticCache.
 
-    kvtailor bench micro batches [--batches 8,32] [--contexts 4096,16384] [--dtype bfloat16] [--threads 2]
+    python -m benchmarks.micro batches [--batches 8,32] [--contexts 4096,16384] [--dtype bfloat16] [--threads 2]
 
 Weights are read once for all rows and the cache once for each, so a batch is where the cache is most of a step. Each
 batch is timed in three forms, all of them in turns in one process:
@@ -11,7 +11,7 @@ batch is timed in three forms, all of them in turns in one process:
   the same mask.
 
 Beside each time stands what the machine needs to read the side's bytes once, and the tokens per second for each GiB
-of cache: what a server gets out of memory. The model is that of `kvtailor bench micro decode`; contexts are written
+of cache: what a server gets out of memory. The model is that of `micro decode`; contexts are written
 into the caches, and where a plan evicts, 64 tokens follow, after which it cuts the cache as it does after a prompt.
 Before memory is taken, the bytes of all sides are held against what is free. A table without room is left out, with
 the sizes.
@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.micro.cases import MODEL, VOCABULARY, fill_at_random, random_of
+from benchmarks.micro.tables import Advance, Bench, Cell, Table, compared
+from benchmarks.micro.timer import Measured, Side, time_in_turns
 from kvtailor.bench.measure.cache_fields import bytes_of
 from kvtailor.bench.measure.machine import read_bandwidth
 from kvtailor.bench.measure.memory_gauge import gauge_of
 from kvtailor.bench.measure.statistics import spread
-from kvtailor.bench.micro.cases import MODEL, VOCABULARY, fill_at_random, random_of
-from kvtailor.bench.micro.tables import Advance, Bench, Cell, Table, compared
-from kvtailor.bench.micro.timer import Measured, Side, time_in_turns
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.config import RANDOM_SHAPES

@@ -1,6 +1,6 @@
 """What does a plan bring in a whole model? A decoded token and a prompt, with CUDA graphs and without.
 
-    kvtailor bench micro whole --model random-llama3-8b --contexts 8192 --batches 1 --device cuda
+    python -m benchmarks.micro whole --model random-llama3-8b --contexts 8192 --batches 1 --device cuda
 
 `kernels` times one layer's attention alone, `decode` a small model whose every step the host launches. Here the model
 has real widths and no trained weights, and a side is a plan under one implementation (`ops.dispatch`): "reference", the
@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.micro.cases import VOCABULARY, fill_at_random, random_of
+from benchmarks.micro.tables import Advance, Bench, Cell, Table, compared
+from benchmarks.micro.timer import Measured, Side, time_in_turns
 from kvtailor.bench.measure.cache_fields import bytes_of
 from kvtailor.bench.measure.machine import read_bandwidth
-from kvtailor.bench.micro.cases import VOCABULARY, fill_at_random, random_of
-from kvtailor.bench.micro.tables import Advance, Bench, Cell, Table, compared
-from kvtailor.bench.micro.timer import Measured, Side, time_in_turns
 from kvtailor.errors import KvtailorError, UnsupportedModel
 from kvtailor.hf.graphs.replaying import Replays
 from kvtailor.hf.make_cache import cache_for

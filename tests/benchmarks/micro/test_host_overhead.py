@@ -1,4 +1,4 @@
-"""`kvtailor bench micro host`: which plans it times, against what, what it says, and where the time goes."""
+"""`python -m benchmarks.micro host`: which plans it times, against what, what it says, and where the time goes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from kvtailor.bench.micro import by_function, host
-from kvtailor.bench.micro.by_function import Spent, functions_of, told
-from kvtailor.bench.micro.timer import Measured, Side
-from kvtailor.cli import main
+from benchmarks.micro import by_function, host
+from benchmarks.micro.__main__ import micro
+from benchmarks.micro.by_function import Spent, functions_of, told
+from benchmarks.micro.timer import Measured, Side
 from kvtailor.hf.model.config import RANDOM_SHAPES
 from kvtailor.plan import Plan, registry
 
@@ -32,12 +32,12 @@ def shallow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(*words: str) -> Result:
-    return CliRunner().invoke(main, ["bench", "micro", "host", *words])
+    return CliRunner().invoke(micro, ["host", *words])
 
 
 def test_it_runs_and_ends_with_json() -> None:
     torch.set_num_threads(2)
-    found = run("--plans", "full; kivi4", "--rounds", "2", "--json")
+    found = run("--plans", "full; kivi4", "--rounds", "2")
     assert found.exit_code == 0, found.output
     told, said = json.loads(found.stdout.splitlines()[-1]), found.stdout
     base, full, kivi = told["tables"]["host"]
@@ -109,7 +109,7 @@ def test_a_table_that_was_disturbed_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     ("words", "profiled"), [(["--profile"], ["full", "kivi4"]), (["--profile", "kivi4"], ["kivi4"])], ids=str
 )
 def test_the_profile_is_of_one_plan_or_of_each(words: list[str], profiled: list[str]) -> None:
-    found = run("--plans", "full; kivi4", "--rounds", "1", "--json", *words)
+    found = run("--plans", "full; kivi4", "--rounds", "1", *words)
     assert found.exit_code == 0, found.output
     tables = json.loads(found.stdout.splitlines()[-1])["tables"]
     assert [name for name in tables if name.startswith("profile")] == [f"profile {plan}" for plan in profiled]

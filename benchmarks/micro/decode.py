@@ -1,7 +1,7 @@
 """Does our machinery cost anything, and does a smaller cache pay? A decoded token and a prefill, against transformers.
 
-    kvtailor bench micro decode [--dtype float32] [--contexts 8192,32768] [--prefill 8192] [--threads 2] [--device cuda]
-                                [--model random-qwen3-next] [--layers 1]
+    python -m benchmarks.micro decode [--dtype float32] [--contexts 8192,32768] [--prefill 8192] [--threads 2]
+                                      [--device cuda] [--model random-qwen3-next] [--layers 1]
 
 Three questions, each a ratio of two things that ran in turns in this one process:
 
@@ -26,7 +26,7 @@ the same for a plain model of the same heads that runs in turns with it.
 
 Our caches ask the system for huge pages where it leaves that to programs (`ops.huge_pages`), and transformers' do not.
 So the stock cache stands there twice where that makes a difference, as it is and in such memory, and a line below the
-table has the ratios to the second. `kvtailor bench micro pages` times every cache in both.
+table has the ratios to the second. `python -m benchmarks.micro pages` times every cache in both.
 
 What no decode step can beat stands beside its time: the bytes that it must read, weights and cache, over the bandwidth
 of a plain read measured here and now. A line below the table has the cache's part alone: a step less one of the rest of
@@ -42,13 +42,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.micro.cases import MODEL, VOCABULARY, model_states, random_of
+from benchmarks.micro.tables import Advance, Bench, Cell, Table, compared
+from benchmarks.micro.timer import Measured, Side, time_in_turns
 from kvtailor.bench.measure.cache_fields import bytes_of
 from kvtailor.bench.measure.machine import read_bandwidth
 from kvtailor.bench.measure.memory_gauge import gauge_of
 from kvtailor.bench.measure.statistics import spread
-from kvtailor.bench.micro.cases import MODEL, VOCABULARY, model_states, random_of
-from kvtailor.bench.micro.tables import Advance, Bench, Cell, Table, compared
-from kvtailor.bench.micro.timer import Measured, Side, time_in_turns
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.config import RANDOM_SHAPES
@@ -392,7 +392,3 @@ def _cost_of_context(results: Sequence[Measured], model: str) -> list[str]:
         f"  what the context costs a layer that attends: {hybrid:.2f} ms [{least:.2f}, {most:.2f}] in {model}, "
         f"{alone:.2f} ms [{low:.2f}, {high:.2f}] in {_ATTENTION_ALONE[model]}{apart}"
     ]
-
-
-if __name__ == "__main__":
-    raise SystemExit("this bench is a command now: kvtailor bench micro decode --help")

@@ -1,4 +1,4 @@
-"""`kvtailor bench micro pages`: every cache in small pages and in huge ones, and when there is nothing to compare."""
+"""`micro pages`: every cache in small pages and in huge ones, and when there is nothing to compare."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from benchmarks.micro import cases, decode, pages
+from benchmarks.micro.__main__ import micro
+from benchmarks.micro.timer import Measured
 from kvtailor.bench.measure.machine import Neighbours
-from kvtailor.bench.micro import cases, decode, pages
-from kvtailor.bench.micro.timer import Measured
-from kvtailor.cli import main
 from kvtailor.hf.model.config import RANDOM_SHAPES
 from kvtailor.hf.run.stock import fill, into_huge_pages, static_cache
 from kvtailor.hf.versions import hand_cache
@@ -46,11 +46,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def run(*words: str) -> Result:
-    return CliRunner().invoke(main, ["bench", "micro", *words])
+    return CliRunner().invoke(micro, [*words])
 
 
 def test_every_cache_is_there_in_both(asked: list[int]) -> None:
-    found = run("pages", "--contexts", "320", "--rounds", "1", "--json")
+    found = run("pages", "--contexts", "320", "--rounds", "1")
     assert found.exit_code == 0, found.output
     told = json.loads(found.stdout.splitlines()[-1])
     rows = {row["name"]: row for row in told["tables"]["pages bfloat16 320"]}

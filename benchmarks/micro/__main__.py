@@ -1,61 +1,60 @@
-"""`kvtailor bench micro`: timing loops of single operations, each against what a user would run instead."""
+"""Timing loops of single operations, each against what a user would run instead.
+
+    python -m benchmarks.micro NAME [OPTIONS]    # decode, kernels, batches, link, pages, builtins, host, whole
+    python -m benchmarks.micro NAME --help
+
+Each module of a name says in its first lines what it asks. The last line is one JSON object.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from benchmarks.micro.cells import measure_cells
+from kvtailor.cli import Refusal
 from kvtailor.cli.asked import numbers
-from kvtailor.cli.words.cells import measure_cells
-from kvtailor.cli.words.groups import GroupedCommand, ListedGroup, OneOfSeveral
+from kvtailor.cli.machine_share import share_machine
+from kvtailor.errors import KvtailorError
 
-__all__ = ["BenchOrMicro", "micro"]
+__all__ = ["micro"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-# As `python -m kvtailor.bench.micro.NAME` printed them before this was a command: none, one or several.
 _LIST = "Numbers with ',' between."
 
 
-class BenchOrMicro(GroupedCommand):
-    """`kvtailor bench`, whose first word may name something else than a comparison of plans."""
+class _OneOfSeveral(click.Command):
+    """A command whose error lists its options where it gets another command's."""
 
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        if args[:1] == ["micro"]:
-            return micro.make_context(f"{info_name} micro", args[1:], parent, **extra)
-        at = _first_word(args)
-        if at is not None and args[at] == "kernels":
-            # The spelling of before, which always ended with JSON.
-            rest = [*args[:at], *args[at + 1 :], "--json"]
-            return micro.commands["kernels"].make_context(f"{info_name} kernels", rest, parent, **extra)
-        return super().make_context(info_name, args, parent, **extra)
-
-    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what the command does, and the benches of single operations below it; called by click."""
-        super().format_help_text(ctx, formatter)
-        micro.write_list(formatter)
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            mine = [option for each in self.params for option in each.opts if option.startswith("--")]
+            raise click.UsageError(
+                f"{error.option_name} is not for {self.name}: {', '.join(mine)} are.", ctx
+            ) from error
 
 
-def _first_word(args: Sequence[str]) -> int | None:
-    """Where the first word stands that is neither an option of `kernels` nor its value."""
-    takes_value = {"--contexts", "--rounds", "--device", "--batches"}
-    at = 0
-    while at < len(args) and args[at].startswith("-"):
-        at += 2 if args[at] in takes_value else 1
-    return at if at < len(args) else None
+class _Benches(click.Group):
+    """Its commands in the order of their definition; errors that were raised on purpose become messages."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            result: object = super().invoke(ctx)
+            return result
+        except KvtailorError as error:
+            raise Refusal(str(error)) from error
 
 
-@click.group(
-    name="micro",
-    cls=ListedGroup,
-    list_of=("Single operations", "kvtailor bench micro"),
-    short_help="Timing loops of single operations.",
-)
+@click.group(name="micro", cls=_Benches, context_settings={"help_option_names": ["-h", "--help"]})
 def micro() -> None:
     """Time single operations against what a user would run instead: in turns, in one process, with medians and spread.
 
@@ -67,7 +66,6 @@ def micro() -> None:
 def _common(function: _F, *, threads: str = "as many as torch takes") -> _F:
     """The options of every micro bench; `threads` are those without the option."""
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output."),
         click.option("--threads", type=click.IntRange(1), help=f"Of torch.  [{threads}]"),
         click.option("--device", default="cpu", show_default=True, help="Such as cpu or cuda."),
     ):
@@ -110,7 +108,7 @@ _FORMS = ("auto", "reference", "triton")
 _DTYPE = click.Choice(["float32", "bfloat16", "float16"])
 
 
-@micro.command(cls=OneOfSeveral, short_help="A token and a prompt, against others' caches.")
+@micro.command(cls=_OneOfSeveral, short_help="A token and a prompt, against others' caches.")
 @_list("dtype", "float32,bfloat16", "Of model and cache, with ',' between.", kind=_DTYPES)
 @_list("contexts", "8192,32768", "Tokens held when a token is decoded, with ',' between; '' for none.")
 @_list("prefill", "8192", "Tokens of prompts, with ',' between; '' for none.")
@@ -135,7 +133,7 @@ def decode(
 
     Decoding is divided by transformers' StaticCache with sdpa, its fastest; DynamicCache, its default, stands beside.
     """
-    from kvtailor.bench.micro.decode import bench
+    from benchmarks.micro.decode import bench
 
     if layers is not None and model != _MODELS[0]:
         raise click.UsageError(f"--layers is for {_MODELS[0]}: the layers of {model} are of several kinds.")
@@ -148,7 +146,7 @@ def decode(
     )  # fmt: skip
 
 
-@micro.command(cls=OneOfSeveral, short_help="Attention, against torch's and transformers'.")
+@micro.command(cls=_OneOfSeveral, short_help="Attention, against torch's and transformers'.")
 @_list("contexts", "", "Tokens held, with ',' between.  [8192,32768; on a GPU 4096,32768,131072]")
 @_list("batches", "1", "Rows of the attention tables, with ',' between.")
 @_list("cases", "", "attention, quest, ragged, blocks, levels, appending, packing; with ',' between.  [all]", kind=str)
@@ -165,7 +163,7 @@ def kernels(
 
     A plain read of as many bytes runs in the same rounds. A kernel whose answer is off gets no time.
     """
-    from kvtailor.bench.micro.kernels import CASES, bench
+    from benchmarks.micro.kernels import CASES, bench
 
     only = tuple(_one_of(*CASES)(case) for case in cases or ())
     measure_cells(
@@ -173,7 +171,7 @@ def kernels(
     )
 
 
-@micro.command(cls=OneOfSeveral, short_help="A token of many rows, padded too.")
+@micro.command(cls=_OneOfSeveral, short_help="A token of many rows, padded too.")
 @_list("batches", "8,32", "Rows, with ',' between.")
 @_list("contexts", "4096,16384", "Tokens of each row, with ',' between.")
 @_rounds(9)
@@ -187,7 +185,7 @@ def batches(
     Divided by transformers' StaticCache with sdpa. Tokens per second for each GiB of cache stand beside. A batch whose
     caches have no room is left out and named.
     """
-    from kvtailor.bench.micro.batches import bench
+    from benchmarks.micro.batches import bench
 
     measure_cells(
         lambda device: bench(
@@ -197,7 +195,7 @@ def batches(
     )  # fmt: skip
 
 
-@micro.command(cls=OneOfSeveral, short_help="A token over a tier, against a bare read.")
+@micro.command(cls=_OneOfSeveral, short_help="A token over a tier, against a bare read.")
 @_list("contexts", "8192", "Tokens held, with ',' between.")
 @click.option(
     "--folder", type=click.Path(path_type=Path), help="On the disk to measure.  [the system's folder for such files]"
@@ -206,12 +204,12 @@ def batches(
 @_common
 def link(contexts: tuple[int, ...], folder: Path | None, rounds: int, **common: Any) -> None:
     """Time a decoded token whose cache lives on a disk (on a GPU: in host memory), beside a bare read of its bytes."""
-    from kvtailor.bench.micro.link import bench
+    from benchmarks.micro.link import bench
 
     measure_cells(lambda device: bench(contexts=contexts, rounds=rounds, folder=folder, device=device), **common)
 
 
-@micro.command(cls=OneOfSeveral, short_help="A token, in small and in huge pages.")
+@micro.command(cls=_OneOfSeveral, short_help="A token, in small and in huge pages.")
 @_list("dtype", "bfloat16", "Of model and cache, with ',' between.", kind=_DTYPES)
 @_list("contexts", "32768", "Tokens held when a token is decoded, with ',' between.")
 @_rounds(15)
@@ -221,12 +219,12 @@ def pages(dtype: tuple[str, ...], contexts: tuple[int, ...], rounds: int, **comm
 
     Only where the system gives huge pages to programs that ask for them (docs/kernels.md).
     """
-    from kvtailor.bench.micro.pages import bench
+    from benchmarks.micro.pages import bench
 
     measure_cells(lambda device: bench(dtypes=dtype, contexts=contexts, rounds=rounds, device=device), **common)
 
 
-@micro.command(cls=OneOfSeveral, short_help="Codes, against transformers' QuantizedCache.")
+@micro.command(cls=_OneOfSeveral, short_help="Codes, against transformers' QuantizedCache.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
 @_list("contexts", "8192,32768", "Tokens held when a token is decoded, with ',' between; '' for none.")
 @_list("packing", "8192", "Tokens of prompts, with ',' between; '' for none.")
@@ -249,22 +247,21 @@ def builtins(
     bits: tuple[int, ...],
     device: str,
     threads: int | None,
-    as_json: bool,
     **given: Any,
 ) -> None:
     """Compare our kivi codec with transformers' QuantizedCache: a decoded token, packing a prompt, and nats lost."""
-    from kvtailor.bench.micro.builtins import bench
+    from benchmarks.micro.builtins import bench
 
     unknown = [b for b in bits if b not in (4, 2)]
     if unknown:
         raise click.UsageError(f"--bits has {unknown[0]}: QuantizedCache has 4 and 2.")
     measure_cells(
         lambda where: bench(packings=packing, packing_rounds=packing_rounds, bits=bits, device=where, **given),
-        device=device, threads=threads, as_json=as_json,
+        device=device, threads=threads,
     )  # fmt: skip
 
 
-@micro.command(cls=OneOfSeveral, short_help="What the host takes for a token of each plan.")
+@micro.command(cls=_OneOfSeveral, short_help="What the host takes for a token of each plan.")
 @click.option(
     "--plans", "--plan", "plans", multiple=True,
     help="A plan, or several with ';' between; may be given again.  [every preset, and some combinations]",
@@ -281,7 +278,7 @@ def host(plans: tuple[str, ...], rounds: int, profile: str | None, threads: int 
     Divided by transformers' DynamicCache with sdpa. Every preset is there, with a budget of half of the prompt where it
     evicts; one that cannot be run is named with the reason.
     """
-    from kvtailor.bench.micro import host as case
+    from benchmarks.micro import host as case
 
     asked = [plan.strip() for each in plans for plan in each.split(";") if plan.strip()]
     if plans and not asked:
@@ -292,7 +289,7 @@ def host(plans: tuple[str, ...], rounds: int, profile: str | None, threads: int 
     )  # fmt: skip
 
 
-@micro.command(cls=OneOfSeveral, short_help="A large model, with and without CUDA graphs.")
+@micro.command(cls=_OneOfSeveral, short_help="A large model, with and without CUDA graphs.")
 @_list("contexts", "8192", "Tokens held when tokens are decoded, with ',' between; '' for none.")
 @_list("batches", "1", "Rows of decoded tokens, with ',' between.")
 @_list("prefill", "", "Tokens of prompts, with ',' between.  [none]")
@@ -320,12 +317,12 @@ def whole(
 
     Divided by `full` in plain torch, replayed where graphs are. A plan that evicts has read the context.
     """
-    from kvtailor.bench.micro.whole import PLANS, bench
+    from benchmarks.micro.whole import PLANS, bench
 
     asked = [plan.strip() for each in plans for plan in each.split(";") if plan.strip()]
     if plans and not asked:
         raise click.UsageError("--plans names no plan.")
-    common = {name: given.pop(name) for name in ("device", "threads", "as_json")}
+    common = {name: given.pop(name) for name in ("device", "threads")}
     measure_cells(
         lambda device: bench(
             contexts=contexts or (), prefills=prefill or (), plans=asked or PLANS,
@@ -333,3 +330,9 @@ def whole(
         ),
         **common,
     )  # fmt: skip
+
+
+if __name__ == "__main__":
+    # Before torch is loaded: OpenMP's threads sleep while they wait, as those of `kvtailor` do.
+    share_machine()
+    micro(prog_name="python -m benchmarks.micro")

@@ -1,4 +1,4 @@
-"""`kvtailor bench micro batches`: rows, ragged heads and padding, timed beside what transformers has."""
+"""`python -m benchmarks.micro batches`: rows, ragged heads and padding, timed beside what transformers has."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from kvtailor.bench.micro import batches, cases
-from kvtailor.bench.micro.timer import Measured, Side
-from kvtailor.cli import main
+from benchmarks.micro import batches, cases
+from benchmarks.micro.__main__ import micro
+from benchmarks.micro.timer import Measured, Side
 from kvtailor.hf.model.config import RANDOM_SHAPES
 from kvtailor.hf.run.stock import fill
 from kvtailor.hf.versions import hand_cache
@@ -26,8 +26,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_runs_and_ends_with_json() -> None:
-    words = ["--batches", "3", "--contexts", "320", "--rounds", "1", "--dtype", "float32", "--json"]
-    found = CliRunner().invoke(main, ["bench", "micro", "batches", *words])
+    words = ["--batches", "3", "--contexts", "320", "--rounds", "1", "--dtype", "float32"]
+    found = CliRunner().invoke(micro, ["batches", *words])
     assert found.exit_code == 0, found.output
     rows = {row["name"]: row for row in json.loads(found.stdout.splitlines()[-1])["tables"]["decode 3 x 320"]}
     assert len(rows) == 9 and list(rows)[0] == "StaticCache + sdpa"

@@ -15,8 +15,8 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import kvtailor
-from kvtailor.bench.micro.tables import Advance
-from kvtailor.bench.micro.timer import Side
+from benchmarks.micro.tables import Advance
+from benchmarks.micro.timer import Side
 
 __all__ = ["MOST", "Spent", "functions_of", "told"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtailor.bench.micro import timer
-from kvtailor.bench.micro.tables import compared
-from kvtailor.bench.micro.timer import Measured, Side, rounds_in_turns, time_in_turns
+from benchmarks.micro import timer
+from benchmarks.micro.tables import compared
+from benchmarks.micro.timer import Measured, Side, rounds_in_turns, time_in_turns
 
 
 class Ticks:

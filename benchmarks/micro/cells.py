@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtailor.cli.words.lines import columns, say, say_rows
+from kvtailor.cli.words.lines import columns, say
 
 if TYPE_CHECKING:
     import torch
 
-    from kvtailor.bench.micro.tables import Bench
+    from benchmarks.micro.tables import Bench
 
 __all__ = ["measure_cells"]
 
@@ -24,14 +24,13 @@ def measure_cells(
     *,
     device: str,
     threads: int | None,
-    as_json: bool,
     threads_on_cpu: int | None = None,
 ) -> None:
-    """Make a bench and measure its cells, each of which is printed when it is done.
+    """Make a bench and measure its cells, each of which is printed when it is done; the last line is JSON.
 
     Args:
         make: of the device.
-        device, threads, as_json: as given.
+        device, threads: as given.
         threads_on_cpu: where none are given and the device is a CPU; None: as many as torch takes.
     """
     import torch
@@ -59,15 +58,14 @@ def measure_cells(
         # Nothing is drawn while a sample is taken: a thread that draws would take part of its time.
         with bar(cell.samples, console, f"[{place}] {cell.name}: preparing", ticking=False) as advance:
             table = cell.measure(_labelled(advance, f"[{place}] {cell.name}: "))
-        say_rows(table.lines)
+        click.echo("\n".join(table.lines))
         _add(tables, table.rows)
         if not console.is_terminal:
             minutes, seconds = divmod(int(time.monotonic() - begun), 60)
             line = f"[{place}, {minutes}:{seconds:02} so far] {cell.name}: done"
             console.print(line, markup=False, soft_wrap=columns(err=True) is None, style="dim")
-    if as_json:
-        told = {"machine": describe(bandwidth=False, device=where), **bench.found, "tables": tables}
-        click.echo(json.dumps(told, ensure_ascii=False, allow_nan=False))
+    told = {"machine": describe(bandwidth=False, device=where), **bench.found, "tables": tables}
+    click.echo(json.dumps(told, ensure_ascii=False, allow_nan=False))
 
 
 def _labelled(advance: Callable[[str], None], prefix: str) -> Callable[[str], None]:

@@ -1,4 +1,4 @@
-"""`kvtailor bench micro decode`: what it times, against what, and what it says."""
+"""`python -m benchmarks.micro decode`: what it times, against what, and what it says."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks.micro import cases, decode
+from benchmarks.micro.__main__ import micro
+from benchmarks.micro.timer import Measured
 from kvtailor.bench.measure.machine import Neighbours
-from kvtailor.bench.micro import cases, decode
-from kvtailor.bench.micro.timer import Measured
-from kvtailor.cli import main
 from kvtailor.hf.model.config import RANDOM_SHAPES
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*words: str) -> tuple[dict, str, str]:
-    found = CliRunner().invoke(main, ["bench", "micro", "decode", *words, "--json"])
+    found = CliRunner().invoke(micro, ["decode", *words])
     assert found.exit_code == 0, found.output
     return json.loads(found.stdout.splitlines()[-1]), found.stdout, found.stderr
 
@@ -58,7 +58,7 @@ def test_a_prompt_has_the_most_memory_that_it_took(small: None) -> None:
 
 def test_a_hybrid_has_all_its_layers() -> None:
     words = ["bench", "micro", "decode", "--model", "random-qwen3-next", "--layers", "1"]
-    found = CliRunner().invoke(main, words)
+    found = CliRunner().invoke(micro, words)
     assert found.exit_code == 2 and "layers of random-qwen3-next are of several kinds" in found.output
 
 

@@ -1,4 +1,4 @@
-"""`kvtailor bench micro kernels --device cuda`: everything that it would time runs, and what is wrong gets no time."""
+"""`micro kernels --device cuda`: everything that it would time runs, and what is wrong gets no time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from click.testing import CliRunner
 from tests.ops.gpu.exact_attention import DEVICE, needs_triton
 
-from kvtailor.bench.micro import cases, kernels
-from kvtailor.bench.micro.timer import Measured, Side
-from kvtailor.cli import main
+from benchmarks.micro import cases, kernels
+from benchmarks.micro.__main__ import micro
+from benchmarks.micro.timer import Measured, Side
 from kvtailor.ops.dispatch import using
 
 pytestmark = needs_triton
@@ -86,6 +86,6 @@ def test_what_does_not_fit_is_named(small: None, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device is here")
 def test_it_ends_with_json() -> None:
-    found = CliRunner().invoke(main, ["bench", "kernels", "--device", "cuda", "--contexts", "512", "--rounds", "1"])
+    found = CliRunner().invoke(micro, ["kernels", "--device", "cuda", "--contexts", "512", "--rounds", "1"])
     assert found.exit_code == 0, found.output
     assert json.loads(found.stdout.splitlines()[-1])["variant"] == "Triton"

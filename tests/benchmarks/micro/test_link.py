@@ -8,17 +8,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from kvtailor.bench.micro import link
-from kvtailor.bench.micro.timer import Measured
-from kvtailor.cli import main
+from benchmarks.micro import link
+from benchmarks.micro.__main__ import micro
+from benchmarks.micro.timer import Measured
 
 
 @pytest.mark.long
 def test_bytes_of_a_token_are_those_that_are_not_on_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr(link, "_CODECS", ("plain(block_size=512)",))
     monkeypatch.setattr("kvtailor.bench.measure.machine.Neighbours.disturbed", lambda self: False)
-    words = ["bench", "micro", "link", "--contexts", "1030", "--rounds", "1", "--folder", str(tmp_path), "--json"]
-    told = CliRunner().invoke(main, words)
+    words = ["link", "--contexts", "1030", "--rounds", "1", "--folder", str(tmp_path)]
+    told = CliRunner().invoke(micro, words)
     assert told.exit_code == 0, told.output
     found = json.loads(told.stdout.splitlines()[-1])["tables"]["1030"]
     # Two blocks of 512 of four layers, 8 heads of 128, keys and values, bfloat16.
@@ -32,7 +32,7 @@ def test_bytes_of_a_token_are_those_that_are_not_on_the_device(tmp_path, monkeyp
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
-    told = CliRunner().invoke(main, ["bench", "micro", "link", "--folder", str(tmp_path / "absent")])
+    told = CliRunner().invoke(micro, ["link", "--folder", str(tmp_path / "absent")])
     assert told.exit_code == 2 and "which is no folder" in told.output
 
 

@@ -1,8 +1,8 @@
 """What do huge pages bring? A decoded token with the cache in small pages and in huge ones: ours, and transformers'.
 
-    kvtailor bench micro pages [--dtype bfloat16] [--contexts 32768] [--threads 1]
+    python -m benchmarks.micro pages [--dtype bfloat16] [--contexts 32768] [--threads 1]
 
-The model, the plans and the way in which caches are filled are those of `kvtailor bench micro decode`. Every cache is
+The model, the plans and the way in which caches are filled are those of `micro decode`. Every cache is
 there twice, and all take turns in this one process. In the first its large tensors are torch's own; in the second they
 lie in memory for which huge pages were asked for before the first write (`ops.huge_pages`). transformers' `StaticCache`
 never asks, so it is copied into such memory once it is filled. `DynamicCache` makes new tensors at every token, for
@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.micro.cases import MODEL, VOCABULARY, model_states, random_of
+from benchmarks.micro.decode import SMALLER
+from benchmarks.micro.tables import Advance, Bench, Cell, Table, compared
+from benchmarks.micro.timer import Measured, Side, time_in_turns
 from kvtailor.bench.measure.cache_fields import bytes_of
 from kvtailor.bench.measure.machine import read_bandwidth
 from kvtailor.bench.measure.statistics import spread
-from kvtailor.bench.micro.cases import MODEL, VOCABULARY, model_states, random_of
-from kvtailor.bench.micro.decode import SMALLER
-from kvtailor.bench.micro.tables import Advance, Bench, Cell, Table, compared
-from kvtailor.bench.micro.timer import Measured, Side, time_in_turns
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.run.stock import dynamic_cache, fill, into_huge_pages, static_cache
@@ -193,7 +193,3 @@ def _in_huge_pages() -> int:
     """Bytes of this process's own memory that lie in huge pages now."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHugePages:"))
-
-
-if __name__ == "__main__":
-    raise SystemExit("this bench is a command now: kvtailor bench micro pages --help")

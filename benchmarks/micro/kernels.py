@@ -1,6 +1,6 @@
 """Does attention read the small bytes, and nothing else? One layer's decode attention, against what a user has instead.
 
-    kvtailor bench micro kernels [--contexts 8192,32768] [--rounds 11] [--cases attention,ragged] [--device cuda]
+    python -m benchmarks.micro kernels [--contexts 8192,32768] [--rounds 11] [--cases attention,ragged] [--device cuda]
 
 A decoded token must read each held byte once. So the floor comes first: a plain read of the bytes of a bfloat16 cache,
 in the same rounds as everything else; and beside each time stands that of reading the side's own bytes. How far above
@@ -33,13 +33,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.micro import cases
+from benchmarks.micro.cases import SCALE, SIDES, SIZE, Kernels, coded, query_of, states
+from benchmarks.micro.tables import Advance, Bench, Cell, Table, compared
+from benchmarks.micro.timer import Side, time_in_turns
 from kvtailor.attend.contract import AttentionContext, AttentionRequest
 from kvtailor.attend.quest import Quest
 from kvtailor.bench.measure.machine import read_bandwidth
-from kvtailor.bench.micro import cases
-from kvtailor.bench.micro.cases import SCALE, SIDES, SIZE, Kernels, coded, query_of, states
-from kvtailor.bench.micro.tables import Advance, Bench, Cell, Table, compared
-from kvtailor.bench.micro.timer import Side, time_in_turns
 from kvtailor.encode.indexed import Indexed
 from kvtailor.hf.mask import LazyMask
 from kvtailor.ops.dispatch import forced, quantiser, using
@@ -340,7 +340,3 @@ def _of_one_row(kernels: Kernels) -> dict[str, tuple[str, _Make, str, int]]:
         "appending": ("appending", _appending, "attention, bfloat16", 2),
         "packing": ("packing", _packing, "a copy of the states", 5),
     }
-
-
-if __name__ == "__main__":
-    raise SystemExit("this bench is a command now: kvtailor bench micro kernels --help")

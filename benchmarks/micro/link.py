@@ -1,6 +1,6 @@
 """Does decoding over a tier keep the link busy? A decoded token of an offloaded cache beside a bare read of its bytes.
 
-    kvtailor bench micro link [--contexts 8192] [--folder /a/disk] [--threads 2] [--rounds 7] [--device cuda]
+    python -m benchmarks.micro link [--contexts 8192] [--folder /a/disk] [--threads 2] [--rounds 7] [--device cuda]
 
 A step must bring back every byte that is not on the device, so it takes at least as long as the link needs for them.
 *Bare* is that: the cache's own files, one after the other, read into memory that is there already, and nothing else
@@ -13,7 +13,7 @@ With a set of layers that stays, the bytes of a step shrink, and with it what th
 control: it has no hit until everything fits.
 
 The page cache is kept out: files are dropped from it after each read, the bare one included. The model is that of
-`kvtailor bench micro decode`. Medians; samples that other programs disturbed are left out and counted.
+`python -m benchmarks.micro decode`. Medians; samples that other programs disturbed are left out and counted.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.micro.cases import model_states, random_llama
+from benchmarks.micro.tables import Advance, Bench, Cell, Table
+from benchmarks.micro.timer import Measured, Side, time_in_turns
 from kvtailor.bench.measure.statistics import spread
-from kvtailor.bench.micro.cases import model_states, random_llama
-from kvtailor.bench.micro.tables import Advance, Bench, Cell, Table
-from kvtailor.bench.micro.timer import Measured, Side, time_in_turns
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.run.stock import fill
@@ -194,7 +194,3 @@ def _line(row: dict[str, Any]) -> str:
         f"{ms('bare_seconds')} ms  without a tier{ms('resident_seconds')} ms  step{ms('seconds')} ms  "
         f"{share('share_of_link')} of the link, {share('share_of_floor')} of the longer  (left out {row['left_out']})"
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit("this bench is a command now: kvtailor bench micro link --help")
