@@ -14,7 +14,7 @@ DOCS_READY := .venv/.docs-ready
 # A host that many external links lead to: where it cannot be reached, there is no network.
 LINKED ?= arxiv.org
 
-.PHONY: demo test test-all check bench docs docs-links cost package ready gpu-day
+.PHONY: demo test test-all check bench benchmark docs docs-links cost package ready gpu-day
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -32,6 +32,10 @@ check: $(READY)
 
 bench: $(READY)
 	.venv/bin/kvtailor bench $(BENCH)
+
+# One script of benchmarks/README.md: make benchmark RUN="micro decode --threads 1".
+benchmark: $(READY)
+	.venv/bin/python -m benchmarks.$(RUN)
 
 docs: $(DOCS_READY)
 	.venv/bin/python docs/write_methods.py
@@ -68,7 +72,7 @@ gpu-day:
 	@if $(PYTHON) -c 'import sys; from importlib.util import find_spec; sys.exit(None in map(find_spec, sys.argv[1:]))' \
 		click rich safetensors scipy torch transformers triton; \
 	then python=$(PYTHON); else $(MAKE) --no-print-directory ready && python=.venv/bin/python; fi; \
-	PYTHONPATH="src:docs$${PYTHONPATH:+:$$PYTHONPATH}" $$python -m gpu_day $(GPU_DAY_WORDS)
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $$python -m benchmarks.gpu_day $(GPU_DAY_WORDS)
 
 $(READY): pyproject.toml $(CONSTRAINTS) setup.py src/kvtailor/version.py $(wildcard src/kvtailor/ops/cpu/*.cpp src/kvtailor/ops/cpu/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtailor needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": call make PYTHON=python3.12, say")'

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpu_day.readings import Reading, Readings, extra_peak, field, linked, packed, ratio, share_of_floor
+from benchmarks.gpu_day.readings import Reading, Readings, extra_peak, field, linked, packed, ratio, share_of_floor
 
 __all__ = ["BARS", "Point"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpu_day.readings import Reading, Readings, ratio
+from benchmarks.gpu_day.readings import Reading, Readings, ratio
 
 __all__ = ["OPERATIONS", "Condition", "Outcome", "outcomes"]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gpu_day.steps import Step
+from benchmarks.gpu_day.steps import Step
 
 __all__ = ["Folder"]
 

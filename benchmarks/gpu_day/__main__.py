@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_day.folder import Folder
-from gpu_day.page import write_page
-from gpu_day.run import run
-from gpu_day.steps import PIECES, estimate, steps
+from benchmarks.gpu_day.folder import Folder
+from benchmarks.gpu_day.page import write_page
+from benchmarks.gpu_day.run import run
+from benchmarks.gpu_day.steps import PIECES, estimate, steps
 
 __all__ = ["main"]
 

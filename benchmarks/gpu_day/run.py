@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gpu_day.folder import Folder
-from gpu_day.steps import Step
+from benchmarks.gpu_day.folder import Folder
+from benchmarks.gpu_day.steps import Step
 
 __all__ = ["ROOT", "run"]
 

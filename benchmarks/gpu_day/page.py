@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from gpu_day.bars import BARS, Point
-from gpu_day.folder import Folder
-from gpu_day.readings import Readings
-from gpu_day.steps import Step
-from gpu_day.verdict import Outcome, outcomes
+from benchmarks.gpu_day.bars import BARS, Point
+from benchmarks.gpu_day.folder import Folder
+from benchmarks.gpu_day.readings import Readings
+from benchmarks.gpu_day.steps import Step
+from benchmarks.gpu_day.verdict import Outcome, outcomes
 
 __all__ = ["write_page"]
 

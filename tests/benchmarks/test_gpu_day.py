@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +23,11 @@ JSON = 'import json; print("told"); print(json.dumps({"tables": {"a table": [{"n
 
 
 @pytest.fixture
-def day(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """The modules of docs/gpu_day, which is no part of the package."""
-    monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
-    from gpu_day import __main__, bars, folder, page, readings, run, steps, verdict
+def day() -> SimpleNamespace:
+    """The modules of benchmarks/gpu_day."""
+    from benchmarks.gpu_day import __main__, bars, folder, page, readings, run, steps, verdict
 
-    yield SimpleNamespace(
+    return SimpleNamespace(
         main=__main__.main, bars=bars, Folder=folder.Folder, page=page, Readings=readings.Readings, run=run.run,
         steps=steps, verdict=verdict,
     )  # fmt: skip
@@ -293,11 +291,11 @@ def test_a_rehearsal_and_a_gpu_never_share_a_folder(day: SimpleNamespace, tmp_pa
 
 
 def call(out: Path, *words: str) -> list[str]:
-    return [sys.executable, "-m", "gpu_day", "--rehearse", "--out", str(out), *words]
+    return [sys.executable, "-m", "benchmarks.gpu_day", "--rehearse", "--out", str(out), *words]
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY / "docs")])}
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
 
 
 def alive(session: int) -> list[int]:
