@@ -17,8 +17,8 @@ from kvtailor.bench.data.texts import generated_text
 from kvtailor.bench.subject import Subject
 from kvtailor.calibration.contract import kinds
 from kvtailor.calibration_file import Calibration, shipped
-from kvtailor.demo import NAMES
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.model.embedded import NAMES
 from kvtailor.hf.model.loading import load
 from kvtailor.hf.versions import hand_cache
 

@@ -28,9 +28,9 @@ from kvtailor.ops.files import (
 )
 
 SOURCE = Path(kvtailor.__file__).parent
-# Of this package, of the system, or of the recipe of the embedded models, which is run by hand.
+# Of this package, or of the system.
 OWN = ("plan/registry.py", "cli/__init__.py", "calibration/contract.py", "bench/declared.py", "cli/machine_share.py")
-OWN = (*OWN, "ops/huge_pages.py", "bench/measure", "demo", "fitting/page", "bench/report/pages/style.py")
+OWN = (*OWN, "ops/huge_pages.py", "bench/measure", "fitting/page", "bench/report/pages/style.py")
 
 
 def test_nothing_else_reads_or_writes_files() -> None:

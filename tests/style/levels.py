@@ -28,13 +28,10 @@ LEVELS = {
     "hf": 4,
     "calibration": 5,
     "bench": 5,
-    "demo": 6,
     "fitting": 6,
     "cli": 7,
     "__main__": 7,
 }
-# The recipe that trains the demo model needs the tokenizers package, and is run by hand.
-RECIPE = "demo"
 
 
 def imports_of(tree: ast.AST, package: str) -> Iterator[tuple[str, int]]:
@@ -79,7 +76,7 @@ def breaches(root: Path) -> list[str]:
 
 def _breach(home: str, parts: tuple[str, ...], module: list[str]) -> str | None:
     if module[0] in ("transformers", "tokenizers"):
-        return None if home in ("hf", RECIPE) else "only hf imports transformers"
+        return None if home == "hf" else "only hf imports transformers"
     if module[0] != "kvtailor" or len(module) == 1:
         return None
     there = module[1]

@@ -47,7 +47,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "KeyError": {"bench/lm_eval/layouts.py": "a row without a column, told with the row's number"},
     "ReferenceError": {"hf/graphs/forward.py": "what a dead weak reference raises"},
-    "SystemExit": {"cli": "the end of a command", "demo": "run as scripts"},
+    "SystemExit": {"cli": "the end of a command"},
     "_Unreadable": {"plan/grammar.py": "a place in a plan, which the same file makes a fault of the plan"},
     "_KeysSeen": {"hf/model/key_bias.py": "ends a forward, and never leaves the file"},
 }

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtailor import demo
 from kvtailor.bench.data import corpora
 from kvtailor.bench.data.corpora import CORPORA, corpus
 from kvtailor.errors import KvtailorError, UnknownName
+from recipes import demo
 
 LINES = [" ", " = A heading = ", " ", " One line of text\u2028with a separator . ", " Another , the last . "]
 

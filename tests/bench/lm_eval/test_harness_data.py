@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from tests.support.bench.harness_fixtures import write
 
-from kvtailor import demo
 from kvtailor.bench.lm_eval.local_data import write_task
 from kvtailor.errors import KvtailorError
+from recipes import demo
 
 SPLITS = {"training_split": "train", "validation_split": "validation", "test_split": "test"}
 HIDDEN = SPLITS | {"test_split": None}

@@ -8,7 +8,6 @@ import torch
 from tests.support.bench.dummy import FULL, DummyCache, RecallModel, UniformModel, contestant, subject
 from tests.support.bench.longset_rows import ChatTokenizer, lines_to, longbench_row, scrolls_row
 
-from kvtailor import demo
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.data.longsets import long_set, read_examples
 from kvtailor.bench.data.longsets.prompts import longbench_ids
@@ -19,6 +18,7 @@ from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.longcontext import LongContext, generate
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.versions import hand_cache
+from recipes import demo
 
 ASKED = 'like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: '
 TOLD = ("Paragraph 7. So it ends here, my dear.", "Paragraph 12 and 3, said the owl.", "Paragraph 5. No more of it.")

@@ -129,7 +129,7 @@ def source_of(model: str | Path) -> str:
         raise ModelNotFound(
             f"asked for model {str(model)!r}, but there is no folder {place}: "
             + (
-                "install the package with its weights, or run python -m kvtailor.demo.export"
+                "install the package with its weights, or run python -m recipes.demo.export in a checkout"
                 if ours
                 else "give an existing folder, a hub name, or 'demo'"
             )

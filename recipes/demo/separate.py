@@ -1,4 +1,4 @@
-"""Recipe, step 6: how far methods lie apart. ``python -m kvtailor.demo.separate`` (half an hour on one core).
+"""Recipe, step 6: how far methods lie apart. ``python -m recipes.demo.separate`` (half an hour on one core).
 
 Every plan answers the same generated documents (the question stands inside the prompt that is compressed) and continues
 the same windows of novels. Prints the tables of the model card: each plan's value, and its paired difference to the
@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from kvtailor import demo
 from kvtailor.bench.measure.paired_hits import share_difference
 from kvtailor.bench.measure.statistics import Estimate, mean_difference
 from kvtailor.bench.progress import watch
@@ -29,6 +28,7 @@ from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.errors import ArgumentError
 from kvtailor.presets import FULL
+from recipes import demo
 
 __all__ = ["EXPECTED", "EVICTING", "KEEPS", "Order", "QUANTISED", "compare", "main", "samples", "tables"]
 

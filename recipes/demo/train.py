@@ -1,4 +1,4 @@
-"""Recipe, step 3: train. ``python -m kvtailor.demo.train``; run it again to continue.
+"""Recipe, step 3: train. ``python -m recipes.demo.train``; run it again to continue.
 
 Contexts grow by phases, so that copying is learnt where it is cheap. Hidden matrices learn by Muon, the rest by AdamW.
 The learning rate warms up, stays, and falls linearly to zero over the last steps, so that a run can be ended early by
@@ -25,13 +25,13 @@ import torch
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 
-from kvtailor import demo
-from kvtailor.demo.architecture import ARCHITECTURES
-from kvtailor.demo.checkpoint import load_checkpoint, save_checkpoint
-from kvtailor.demo.induction import start_with_copying
-from kvtailor.demo.mixture import ANSWER_WEIGHT, Mixture
-from kvtailor.demo.schedule import PHASES, Phase, parse_phases, phase_at, rate_at
 from kvtailor.hf.model.loading import load, new_model
+from recipes import demo
+from recipes.demo.architecture import ARCHITECTURES
+from recipes.demo.checkpoint import load_checkpoint, save_checkpoint
+from recipes.demo.induction import start_with_copying
+from recipes.demo.mixture import ANSWER_WEIGHT, Mixture
+from recipes.demo.schedule import PHASES, Phase, parse_phases, phase_at, rate_at
 
 __all__ = [
     "backward",

@@ -2,12 +2,12 @@
 
 The recipe, each step one command (``--help`` on each)::
 
-    python -m kvtailor.demo.tokenizer    # corpus and generated documents -> tokenizer.json
-    python -m kvtailor.demo.mixture      # corpus -> array of tokens, list of filler sentences
-    python -m kvtailor.demo.train        # -> checkpoints; run again to continue
-    python -m kvtailor.demo.export       # checkpoint -> kvtailor/demo/weights/NAME/
-    python -m kvtailor.demo.evaluate     # bits per byte, use of context, retrieval by task, length and depth
-    python -m kvtailor.demo.separate     # how far the methods lie apart on it
+    python -m recipes.demo.tokenizer    # corpus and generated documents -> tokenizer.json
+    python -m recipes.demo.mixture      # corpus -> array of tokens, list of filler sentences
+    python -m recipes.demo.train        # -> checkpoints; run again to continue
+    python -m recipes.demo.export       # checkpoint -> kvtailor/demo/weights/NAME/
+    python -m recipes.demo.evaluate     # bits per byte, use of context, retrieval by task, length and depth
+    python -m recipes.demo.separate     # how far the methods lie apart on it
     kvtailor calibrate KIND --model demo --text ... --out ...    # what methods need of it; docs/calibration.md
 """
 
@@ -23,7 +23,7 @@ __all__ = ["NAMES", "data_folder", "path", "work_folder"]
 
 def data_folder() -> Path:
     """Where the recipe looks for the data: ``$KVTAILOR_DATA``, else ``../shared/data`` beside the repository."""
-    beside = Path(__file__).resolve().parents[4] / "shared" / "data"
+    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
     return Path(os.environ.get("KVTAILOR_DATA", beside))
 
 

@@ -1,4 +1,4 @@
-"""Recipe, step 5: measure, uncompressed. ``python -m kvtailor.demo.evaluate`` (some 20 minutes on one core).
+"""Recipe, step 5: measure, uncompressed. ``python -m recipes.demo.evaluate`` (some 20 minutes on one core).
 
 Bits per byte of natural text over consecutive windows that each start with bos; what a longer context is worth on the
 same tokens; the share of generated evaluation documents that the model answers, by task, length and depth; and, with
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from kvtailor import demo
 from kvtailor.bench.measure.paired_hits import share
 from kvtailor.bench.measure.statistics import Estimate, mean_difference
-from kvtailor.demo.measures import (
+from kvtailor.hf.model.loading import load
+from recipes import demo
+from recipes.demo.measures import (
     ASKED,
     Retrieval,
     agreement,
@@ -28,7 +29,6 @@ from kvtailor.demo.measures import (
     quiz,
     retrieval,
 )
-from kvtailor.hf.model.loading import load
 
 __all__ = ["main", "table"]
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtailor import demo
 from kvtailor.bench.data.synthetic.documents import make_document
-from kvtailor.demo.evaluate import table
-from kvtailor.demo.measures import agreement, bits_per_byte, continues_with, retrieval
-from kvtailor.demo.schedule import Phase, parse_phases, phase_at, rate_at
 from kvtailor.hf.model.loading import load, new_model
+from recipes import demo
+from recipes.demo.evaluate import table
+from recipes.demo.measures import agreement, bits_per_byte, continues_with, retrieval
+from recipes.demo.schedule import Phase, parse_phases, phase_at, rate_at
 
 TEXTS = [
     "The quick brown fox, 48213 times.\n\n  Two spaces",

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvtailor import demo
 from kvtailor.bench.data.synthetic import words
 from kvtailor.bench.data.synthetic.documents import make_document, random_source
 from kvtailor.bench.schema import Record
-from kvtailor.demo import checkpoint, measures, schedule, separate, tokenizer, train
-from kvtailor.demo.architecture import ARCHITECTURES
-from kvtailor.demo.corpus import as_wikitext
-from kvtailor.demo.export import export
-from kvtailor.demo.mixture import ANSWER_WEIGHT, Mixture
 from kvtailor.errors import FileError
 from kvtailor.hf.model.loading import load, new_model
+from recipes import demo
+from recipes.demo import checkpoint, measures, schedule, separate, tokenizer, train
+from recipes.demo.architecture import ARCHITECTURES
+from recipes.demo.corpus import as_wikitext
+from recipes.demo.export import export
+from recipes.demo.mixture import ANSWER_WEIGHT, Mixture
 
 TINY = "32:64:3:0.5,64:128:2:0.5"
 

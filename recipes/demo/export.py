@@ -1,4 +1,4 @@
-"""Recipe, step 4: export. ``python -m kvtailor.demo.export`` writes the checkpoint's weights, config, tokenizer.
+"""Recipe, step 4: export. ``python -m recipes.demo.export`` writes the checkpoint's weights, config, tokenizer.
 
 bfloat16 safetensors into ``kvtailor/demo/weights/NAME``, where ``kvtailor.hf.model.loading.load(NAME)`` finds them. The
 model card in that folder is written by hand and kept.
@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from kvtailor import demo
-from kvtailor.demo.architecture import ARCHITECTURES
-from kvtailor.demo.checkpoint import load_checkpoint
-from kvtailor.demo.tokenizer import BOS, EOS, PAD
 from kvtailor.errors import FileError
 from kvtailor.hf.model.loading import new_model, save, wrap_tokenizer
+from recipes import demo
+from recipes.demo.architecture import ARCHITECTURES
+from recipes.demo.checkpoint import load_checkpoint
+from recipes.demo.tokenizer import BOS, EOS, PAD
 
 __all__ = ["export", "main"]
 

@@ -1,4 +1,4 @@
-"""Recipe, step 2: the data. ``python -m kvtailor.demo.mixture`` tokenizes the corpus once (half a minute on two cores).
+"""Recipe, step 2: the data. ``python -m recipes.demo.mixture`` tokenizes the corpus once (half a minute on two cores).
 
 Every eighth Wikipedia article is spelled as WikiText spells it (spaces before punctuation, `` @-@ ``), so that the
 model can read the benchmark that everybody reports. Books stand first in the array, in long pieces, so that long rows
@@ -22,11 +22,11 @@ import numpy as np
 from rich.progress import track
 from tokenizers import Tokenizer
 
-from kvtailor import demo
 from kvtailor.bench.data.synthetic import documents, hidden_facts, word_lists, words
 from kvtailor.bench.data.synthetic.documents import SPLITS
 from kvtailor.bench.data.synthetic.hidden_facts import Fact
-from kvtailor.demo.corpus import read_corpus
+from recipes import demo
+from recipes.demo.corpus import read_corpus
 
 __all__ = ["Mixture", "Row", "SENTENCE", "main"]
 

@@ -1,4 +1,4 @@
-"""Recipe, step 1: train the tokenizer. ``python -m kvtailor.demo.tokenizer`` (about half a minute on one core).
+"""Recipe, step 1: train the tokenizer. ``python -m recipes.demo.tokenizer`` (about half a minute on one core).
 
 Byte-level BPE, so that every text round-trips; single digits, so that numbers are copied digit by digit; a word carries
 its leading space, so that ``prompt + answer`` has the tokens of the prompt and then those of the answer.
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from kvtailor import demo
 from kvtailor.bench.data.synthetic.documents import SPLITS, TASKS, make_document
 from kvtailor.bench.data.synthetic.word_lists import LISTS
-from kvtailor.demo.corpus import read_corpus
+from recipes import demo
+from recipes.demo.corpus import read_corpus
 
 __all__ = ["WORDS", "generated", "main", "train"]
 
