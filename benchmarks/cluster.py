@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import ClassVar
 
 from rich.console import Console
+from tests.support.in_process import InProcess
 
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.data.texts import generated_text
@@ -31,7 +32,6 @@ from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tasks.settings import Metric
 from kvtailor.cluster.connect import connect
 from kvtailor.cluster.contract import Call, Executor, Outcome
-from kvtailor.cluster.in_process import InProcess
 
 __all__: list[str] = []
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.support.bench.harness_fixtures import folder
 from tests.support.bench.longset_rows import lines_to, longbench_row
+from tests.support.in_process import InProcess
 
 from kvtailor.bench import remote_cell
 from kvtailor.bench.contestant import Contestant
@@ -33,7 +34,6 @@ from kvtailor.bench.tasks.reasoning import Reasoning
 from kvtailor.bench.tasks.speculation import Speculation
 from kvtailor.bench.tasks.speed import Speed
 from kvtailor.cluster.contract import Call, Shared
-from kvtailor.cluster.in_process import InProcess
 from kvtailor.errors import PlanError
 from kvtailor.plan import registry
 

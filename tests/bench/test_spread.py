@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from tests.support.bench.dummy import FULL, CountingModel, DummyCache, contestant, subject
+from tests.support.in_process import InProcess
 
 from kvtailor.bench import remote_cell
 from kvtailor.bench.checks import Fraud
@@ -28,7 +29,6 @@ from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tasks.settings import Metric
 from kvtailor.bench.tasks.speed import Speed
 from kvtailor.cluster.contract import ATTEMPTS, Call, Outcome, Resources, failed_often
-from kvtailor.cluster.in_process import InProcess
 from kvtailor.errors import KvtailorError
 
 PLANS = [FULL, contestant("one"), contestant("other")]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tests.support.in_process import InProcess
 
 from kvtailor.bench.schema import read_records
 from kvtailor.cli import main
 from kvtailor.cluster import connect as connecting
-from kvtailor.cluster.in_process import InProcess
 
 SMALL = ["--plans", "snapkv @ keep=0.25", "--tasks", "perplexity", "--context", "64", "--continuation", "16",
          "--windows", "2"]  # fmt: skip

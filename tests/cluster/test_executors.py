@@ -6,10 +6,10 @@ import sys
 from typing import Any
 
 import pytest
+from tests.support.in_process import InProcess
 
 from kvtailor.cluster.connect import connect
 from kvtailor.cluster.contract import Call, Resources
-from kvtailor.cluster.in_process import InProcess
 from kvtailor.errors import KvtailorError
 
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
+from tests.support.in_process import InProcess
 
 from kvtailor.bench.data.texts import generated_text
 from kvtailor.bench.measure import machine
 from kvtailor.bench.subject import Subject
-from kvtailor.cluster.in_process import InProcess
 from kvtailor.fitting.layers.layer_map import measure_layers
 from kvtailor.fitting.material import material_of
 from kvtailor.fitting.measuring import Measurer

@@ -1,4 +1,4 @@
-"""The null object: calls run in this process, one after the other, when their outcome is taken."""
+"""An executor without a cluster: calls run in this process, one after the other, when their outcome is taken."""
 
 from __future__ import annotations
 
