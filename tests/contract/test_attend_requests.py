@@ -65,3 +65,12 @@ def test_a_request_has_a_context_of_its_own() -> None:
     assert request.context == AttentionContext() and not request.want_mass and request.real_queries is None
     with pytest.raises(dataclasses.FrozenInstanceError):
         request.scaling = 1.0  # type: ignore[misc]
+
+
+def test_an_attention_of_a_mixin_is_held_to_its_signature_too() -> None:
+    class Mixed:
+        def attend(self, query, parts, visible, scaling):
+            return torch.zeros(0)
+
+    with pytest.raises(TypeError, match="cannot be called with one request"):
+        type("Theirs", (Mixed, Segments), {})

@@ -150,7 +150,7 @@ def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="'fast' is none of auto, reference, triton"), using("fast"):
         pass
     monkeypatch.setenv("KVTAILOR_IMPLEMENTATION", "slow")
-    with pytest.raises(ValueError, match=r"KVTAILOR_IMPLEMENTATION .was KVTAILOR_TWINS. is 'slow', none of"):
+    with pytest.raises(ValueError, match=r"KVTAILOR_IMPLEMENTATION is 'slow', none of"):
         forced()
 
 

@@ -117,17 +117,6 @@ def test_one_choice_for_all_heads_needs_one_budget_for_all_heads() -> None:
     assert parse("snapkv + adakv + chunks @ tokens=99").select == Chunks()
 
 
-@pytest.mark.parametrize(
-    ("text", "digits"),
-    [("snapkv(kernel=5) + chunks @ tokens=99", "595f6e1d34be"), ("knorm + chunks(size=4) @ keep=0.5", "db7733a32b13")],
-)
-def test_an_argument_that_came_later_leaves_the_hashes_of_earlier_results(text: str, digits: str) -> None:
-    assert parse(text).hash == digits
-    other = parse(
-        text.replace("chunks(size=4)", "chunks(size=4, heads=all)").replace("chunks @", "chunks(heads=all) @")
-    )
-    assert other.hash != digits and parse(str(other)) == other
-
 
 def test_settings_and_the_papers_preset() -> None:
     published = Plan(score=SnapKV(kernel=1), select=Chunks(size=10, heads="all"), tokens=99)

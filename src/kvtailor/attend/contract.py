@@ -181,7 +181,6 @@ class Attention(Method, ABC):
     graph_safe: ClassVar[bool] = False
     has_token_budget: ClassVar[bool] = False
     carry_of: ClassVar[Mapping[str, Literal["row", "head", "queries"]]] = {}
-    old_members: ClassVar[Mapping[str, str]] = {"repeats": "graph_safe"}
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse the signatures that these methods had before they took requests (decision 0016).

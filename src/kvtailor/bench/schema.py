@@ -38,8 +38,6 @@ __all__ = [
     "unchecked",
 ]
 
-# Fields that records of before have under another name.
-_NOW_CALLED = {"bytes_by_room": "bytes_by_stage"}
 SCHEMA = 1
 _PACKED = ".gz"
 TOLD_BY = (
@@ -280,7 +278,6 @@ class Record:
                 "a record has a checksum that is not in its place or form, so it is damaged, or another program wrote "
                 "it anew: take the entry `checksum` out of its line, or the line out of its file"
             )
-        found = {_NOW_CALLED.get(name, name): value for name, value in found.items()}
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(found) - known)
         if unknown:

@@ -97,8 +97,6 @@ class Refusal(click.ClickException):
 @click.version_option(kvtailor.__version__, prog_name="kvtailor")
 @click.option(
     "--implementation",
-    "--twins",
-    "implementation",
     type=click.Choice(["auto", "reference", "triton"]),
     help="reference: no compiled kernels, only the plain forms that they are tested against; triton: GPU kernels too.",
 )

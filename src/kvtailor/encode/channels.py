@@ -26,7 +26,6 @@ from torch import Tensor
 
 from kvtailor.encode.contract import Codec, refuse_non_finite
 from kvtailor.encode.settings.by_blocks import ByBlocks
-from kvtailor.method import renamed
 from kvtailor.ops import huge_pages
 from kvtailor.ops.segments.coded import Coded, PairSegment, TimeGrouped, Whole, alone
 from kvtailor.types import Coordinates, Layout, Needs, PickedChannels
@@ -99,7 +98,6 @@ class ChannelsSegment(PairSegment):
     kinds = (KeptChannels, Whole)
 
 
-@renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
 class Channels(ByBlocks, Codec):
     """Thinner keys.

@@ -66,7 +66,6 @@ class Codec(Method, ABC):
     exact: ClassVar[bool] = False
     across: ClassVar[bool] = False
     kinds_by_layer: ClassVar[bool] = False
-    old_members: ClassVar[Mapping[str, str]] = {"layers_together": "layer_groups", "encode_together": "encode_group"}
 
     @property
     def tail(self) -> int:

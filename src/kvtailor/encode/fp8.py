@@ -19,7 +19,6 @@ from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
 from kvtailor.encode.settings.by_blocks import ByGroups
-from kvtailor.method import renamed
 from kvtailor.ops.codes.sides import FloatCodes
 from kvtailor.ops.segments.coded import PairSegment, Whole
 from kvtailor.types import Layout
@@ -35,7 +34,6 @@ class Fp8Segment(PairSegment):
     kinds = (FloatCodes, Whole)
 
 
-@renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
 class Fp8(ByGroups, TwoSided, Codec):
     """e4m3.

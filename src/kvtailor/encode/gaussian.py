@@ -77,7 +77,6 @@ class Gaussian(ByBlocks, InBits, TwoSided, Codec):
         "gaussian(key_bits=4, value_bits=3, keep_norm=false)",
         "gaussian(qjl=both)",
     )
-    added: ClassVar[tuple[str, ...]] = ("qjl", "projection")
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = None
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
 from kvtailor.encode.settings.in_bits import InBits
-from kvtailor.method import renamed
 from kvtailor.ops.codes.quant import largest_divisor, packed_size
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.dispatch import quantiser
@@ -40,7 +39,6 @@ class KiviSegment(PairSegment):
     kinds = (ChannelCodes, TokenCodes, Whole)
 
 
-@renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
 class Kivi(InBits, TwoSided, Codec):
     """Asymmetric codes.

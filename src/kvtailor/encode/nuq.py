@@ -27,7 +27,6 @@ from torch import Tensor
 from kvtailor.encode.contract import Codec, Sides, TwoSided
 from kvtailor.encode.settings.by_blocks import ByGroups
 from kvtailor.encode.settings.in_bits import InBits
-from kvtailor.method import renamed
 from kvtailor.ops.codes.nonuniform import ChannelLevels, LevelCodes, TokenLevels, aside, coded_by_levels, index_bytes
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.segments.coded import PairSegment, Whole
@@ -44,7 +43,6 @@ class NuqSegment(PairSegment):
     kinds = (ChannelLevels, TokenLevels, Whole)
 
 
-@renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
 class Nuq(ByGroups, InBits, TwoSided, Codec):
     """Fitted levels, dense and sparse.

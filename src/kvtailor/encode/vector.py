@@ -21,7 +21,6 @@ from torch import Tensor
 from kvtailor.encode.contract import Codec, Sides, TwoSided
 from kvtailor.encode.settings.by_blocks import ByBlocks
 from kvtailor.encode.settings.in_bits import InBits
-from kvtailor.method import renamed
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.codes.sides import TokenCodes
 from kvtailor.ops.dispatch import quantiser
@@ -39,7 +38,6 @@ class VectorSegment(PairSegment):
     kinds = (TokenCodes, Whole)
 
 
-@renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
 class Vector(ByBlocks, InBits, TwoSided, Codec):
     """One scale for each key and each value.

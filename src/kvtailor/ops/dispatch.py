@@ -92,16 +92,14 @@ _ON_CPU = Quantiser(tokens=quantise.token_codes, symmetric=quantise.symmetric_co
 
 
 def forced() -> str:
-    """ "auto", "reference" or "triton": what `using` asked for, or else `KVTAILOR_IMPLEMENTATION` (was
-    `KVTAILOR_TWINS`).
+    """ "auto", "reference" or "triton": what `using` asked for, or else `KVTAILOR_IMPLEMENTATION`.
 
     Raises:
         ArgumentError: the variable has another value.
     """
-    asked = _FORCED.get() or os.environ.get("KVTAILOR_IMPLEMENTATION") or os.environ.get("KVTAILOR_TWINS")
-    asked = asked or "auto"
+    asked = _FORCED.get() or os.environ.get("KVTAILOR_IMPLEMENTATION") or "auto"
     if asked not in _WHICH:
-        raise ArgumentError(f"KVTAILOR_IMPLEMENTATION (was KVTAILOR_TWINS) is {asked!r}, none of {', '.join(_WHICH)}")
+        raise ArgumentError(f"KVTAILOR_IMPLEMENTATION is {asked!r}, none of {', '.join(_WHICH)}")
     return asked
 
 

@@ -62,13 +62,7 @@ def make(name: str, kind: type[Method], arguments: Mapping[str, object], faults:
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     known, defaults = [f.name for f in fields if f.init], defaults_of(kind)
     hints = _hints(kind)  # type: ignore[arg-type]
-    twice = [
-        f"{name}: {old} is the old name of {now}: give one of them"
-        for old, now in kind.old_names.items()
-        if old in arguments and now in arguments
-    ]
-    arguments = {kind.old_names.get(key, key): value for key, value in arguments.items()}
-    unknown = twice + [
+    unknown = [
         f"{name} has no argument {key!r}{suggest(key, known) or '; it takes none'}"
         for key in arguments
         if key not in known
@@ -185,19 +179,12 @@ def word_of(method: object, *, everything: bool = False) -> Word:
 
 
 def identity_of(method: object) -> object:
-    """What a hash is over: name, all arguments, methods among them likewise, and the hash of the files it read.
-
-    Arguments that came later (`Method.added`) count where they are not at their defaults. Those that were renamed count
-    under the name that they had before.
-    """
+    """What a hash is over: name, all arguments, methods among them likewise, and the hash of the files it read."""
     if isinstance(method, tuple | list):
         return [identity_of(each) for each in method]
     if not isinstance(method, Method):
         return method
-    given = given_of(method)
-    counted = {k: v for k, v in given_of(method, everything=True).items() if k in given or k not in method.added}
-    before = {now: old for old, now in method.old_names.items()}
-    arguments = {before.get(key, key): identity_of(value) for key, value in counted.items()}
+    arguments = {key: identity_of(value) for key, value in given_of(method, everything=True).items()}
     content = method.content_hash
     return [registry.name_of(method), arguments, *([content] if content is not None else [])]
 

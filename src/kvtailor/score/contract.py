@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
@@ -25,7 +24,6 @@ class Scorer(Method, ABC):
     = 32`). A method that takes another method takes it from that one.
     """
 
-    old_members: ClassVar[Mapping[str, str]] = {"recents": "recent"}
     expects_queries: ClassVar[bool] = False
     """It computes the attention of queries that it does not see, so a softmax that it does not know is refused."""
 

@@ -58,7 +58,6 @@ class Expected(CalibratedMethod, Scorer):
     static: bool = False
     calibrates: ClassVar[str] = "expected"
     per_head: ClassVar[tuple[str, ...]] = ("query_mean", "query_spread")
-    added: ClassVar[tuple[str, ...]] = ("file", "static")
     examples: ClassVar[tuple[str, ...]] = ("expected", "expected(static=true)")
     expects_queries: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True

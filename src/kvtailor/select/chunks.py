@@ -45,7 +45,6 @@ class Chunks(Selector):
 
     size: int = 10
     heads: Heads = "each"
-    added: ClassVar[tuple[str, ...]] = ("heads",)
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = None
 

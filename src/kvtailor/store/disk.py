@@ -139,7 +139,6 @@ class Disk(Tiered, Placement):
         "disk(resident_bytes=4096, policy=mru)",
         "disk(pack=deflate)",
     )
-    added: ClassVar[tuple[str, ...]] = ("pack",)
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = None
 

@@ -318,7 +318,7 @@ def _is_here(name: str) -> bool:
     stage = next((stage for stage in registry.stages() if method in registry.methods(stage)), None)
     if argument:
         kind = None if stage is None else registry.load(stage, method)
-        return kind is not None and argument in {*getattr(kind, "__dataclass_fields__", {}), *kind.old_names}
+        return kind is not None and argument in getattr(kind, "__dataclass_fields__", {})
     return stage is not None or method in registry.presets() or method in KINDS
 
 

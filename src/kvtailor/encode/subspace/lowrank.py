@@ -28,7 +28,6 @@ from torch import Tensor
 from kvtailor.calibration_file import CalibratedMethod
 from kvtailor.encode.contract import Codec, CodecContext, Sides
 from kvtailor.encode.settings.projecting import Projecting
-from kvtailor.method import renamed
 from kvtailor.ops.codes.subspace import (
     Basis,
     Moments,
@@ -43,7 +42,6 @@ from kvtailor.types import Layout, PlainSegment, Segment
 __all__ = ["LowRank"]
 
 
-@renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Projecting, CalibratedMethod, Codec):
     """Projection on the directions of most energy.

@@ -59,7 +59,6 @@ class KVzap(ReadsOwnToken, Scorer):
     linear: bool = False
     calibrates: ClassVar[str] = "kvzap"
     per_head: ClassVar[tuple[str, ...]] = (*_NETWORK, *_LINEAR)
-    added: ClassVar[tuple[str, ...]] = ("linear",)
     examples: ClassVar[tuple[str, ...]] = ("kvzap", "kvzap(linear=true)")
     slack: ClassVar[int | None] = 32
     splits_heads: ClassVar[bool] = True
