@@ -6,7 +6,7 @@ tokens but the newest 128 are rounded before anybody reads them, so that a token
 prompt of kvtailor's is read exactly, and rounded behind that. So the protocol is done here by a cache of transformers
 that rounds as theirs does, with the arithmetic of kvtailor's `kivi`, and not by a plan.
 
-    python benchmarks/public_figures.py TEXT --model FOLDER
+    python -m benchmarks.public_figures TEXT --model FOLDER
 
 TEXT is a file with that sample, which is not ours to give on. A checkpoint whose weights were rounded has another
 perplexity than the published one from the start: what can be compared is what rounding the cache adds. The last line

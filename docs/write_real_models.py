@@ -35,9 +35,9 @@ MODELS = {"SmolLM2-135M": "smollm2-135m", "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0
 START = {
     "half, nothing to notice": "kivi(key_bits=8, value_bits=4, recent=32)",
     "a third, slower tokens": "kvquant4",
-    "a quarter, slower tokens": "kvquant3",
     "a quarter, fast": "turboquant4",
-    "a fifth": "turboquant3",
+    "less than a quarter, slower tokens": "k3v3",
+    "a fifth, slower tokens": "k3v2",
     "fewer tokens, so faster new ones": "snapkv(kernel=21) + adakv @ keep=0.25",
 }
 """What README recommends, by what a reader wants."""
