@@ -31,7 +31,7 @@ PUBLISHED = {"none": 28.873, "4": 29.630, "2": 44.847}
 GROUP, RECENT, LONGEST = 32, 128, 512
 
 
-class RoundedCache(DynamicCache):  # type: ignore[misc]
+class RoundedCache(DynamicCache):
     """A cache whose tokens but the newest are read as KIVI's codes give them back."""
 
     def __init__(self, bits: int | None, whole_blocks: bool):
