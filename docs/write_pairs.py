@@ -71,8 +71,8 @@ def _how(runs: Mapping[str, Run]) -> list[str]:
         lines += [
             f"- {name[:1].upper()}{name[1:]}: {len(timed)} pairs of {methods} methods and {codecs} codecs,",
             f"  {len(run[1]) - len(timed)} left out by refusals, {above} above {WIDEST:g}, median {ratio:.2f}",
-            f"  ({how['cpu']}, torch {how['torch']}, model `{how['model']}` with {how['layers']} layers, {how['threads']} thread,",
-            f"  {how['rounds']} rounds of {how['stretch']} tokens, `--every {how['every']}`).",
+            f"  ({how['cpu']}, torch {how['torch']}, model `{how['model']}` with {how['layers']} layers,",
+            f"  {how['threads']} thread, {how['rounds']} rounds of {how['stretch']} tokens, `--every {how['every']}`).",
         ]
     return lines
 
