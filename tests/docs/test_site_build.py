@@ -39,8 +39,7 @@ LEAST = Effort(
     fitted=1, presets=1, windows=(6, 5), reads_twice=False, slow_points=False,
 )  # fmt: skip
 SLOW = ("nuq", "minicache", "orthogonal", "h2o", "lowrank", "channels", "hadamard", "pairs", "tova", "expected",
-        "keydiff", "critical", "dynamickv", "kvplugin", "bit_table", "chunks", "kvzip",
-        "kvzip_plus", "kvcompose", "kvgrad")  # fmt: skip
+        "keydiff", "critical", "dynamickv", "kvplugin", "bit_table", "chunks", "kvzip")  # fmt: skip
 
 
 def put(needed: str, folder: Path) -> None:

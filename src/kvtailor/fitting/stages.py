@@ -412,7 +412,16 @@ class Fitting:
         kept_most = sorted(presets, key=lambda each: (-_right(each), each.first.loss))
         for shipped in [*presets[: self.effort.presets], *kept_most[:1]]:
             add(shipped.plan, "preset", str(shipped.point["preset"]))
+        if not any(self._fits_on_any_text(plan, memory) for plan, _, _ in found.values()):
+            # Heads that share one pool may hold more on the text of the proof, and then all of these would be out.
+            sure = [each for each in searched.candidates if self._fits_on_any_text(each.plan, memory)]
+            for made in sorted(sure, key=lambda each: (each.loss, str(each.plan)))[:1]:
+                name = str(made.point["preset"]) if made.is_preset else self._label(made.plan)
+                add(made.plan, str(made.point["how"]), name)
         return list(found.values())
+
+    def _fits_on_any_text(self, plan: Plan, memory: int) -> bool:
+        return self.sizer.size(plan).high <= memory
 
     def _label(self, plan: Plan) -> str:
         """A plan's methods, with a number behind where another plan has the same."""
