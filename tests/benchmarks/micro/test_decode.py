@@ -57,7 +57,7 @@ def test_a_prompt_has_the_most_memory_that_it_took(small: None) -> None:
 
 
 def test_a_hybrid_has_all_its_layers() -> None:
-    words = ["bench", "micro", "decode", "--model", "random-qwen3-next", "--layers", "1"]
+    words = ["decode", "--model", "random-qwen3-next", "--layers", "1"]
     found = CliRunner().invoke(micro, words)
     assert found.exit_code == 2 and "layers of random-qwen3-next are of several kinds" in found.output
 

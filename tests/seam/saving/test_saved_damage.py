@@ -23,7 +23,7 @@ HOSTILE = (*PLANS, "nuq(bits=4, group=8, block_size=8)", "turboquant4", "streami
 OLD = ROOT / "tests" / "data" / "cache_of_format_1.safetensors"
 """What kvtailor 0.1.0 saved of the llama of the zoo under `PLANS[1]`: `saved` with lengths (40, 40).
 
-Its plan names the kernel, which was the default then.
+Its plan names the kernel, which was the default then; arguments have the names of today, and the plan its hash.
 """
 
 
