@@ -14,15 +14,11 @@ import torch
 from torch import Tensor
 
 from kvtailor.attend.rolling import Rolling
-from kvtailor.attend.segments import Segments
 from kvtailor.engine.ends.drop_middle import waits_in_tail, without_first
-from kvtailor.engine.ends.steady_ends import SteadyEnds
+from kvtailor.engine.ends.steady_ends import SteadyEnds, acts_alike, step_over_all
 from kvtailor.engine.engine import Engine
 from kvtailor.engine.layer_state import LayerState
-from kvtailor.engine.phase import Compressing
-from kvtailor.engine.steady import FEWEST, SteadyLayer, carried_part, goes_generally
-from kvtailor.ops import dispatch
-from kvtailor.ops.cpu.library import library
+from kvtailor.engine.steady import FEWEST, SteadyLayer, carried_part
 from kvtailor.ops.cpu.step import TokenStep
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import PlainSegment, Rotation, Visibility
@@ -47,28 +43,11 @@ class SteadyCodes(SteadyLayer):
 
     @classmethod
     def _of_codes(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyCodes | None:
-        plan, first, tail, clock, model = (
-            engine.plan,
-            engine.eviction.first,
-            state.stored.tail,
-            state.clock,
-            state.model,
-        )
-        if first is None or plan.tokens is None or plan.slack_tokens != 0 or goes_generally():
+        plan, first, tail, segments = engine.plan, engine.eviction.first, state.stored.tail, state.stored.segments
+        if first is None or tail is None or not acts_alike(engine, state, visible):
             return None
-        block, at, segments = waits_in_tail(plan, state.codec(plan)), 1 if first else 0, state.stored.segments
-        rolls = type(plan.attend) is Rolling
-        if not block or not (rolls or type(plan.attend) is Segments) or not engine.can_be_steady or engine.needs.mass:
-            return None
-        if not isinstance(engine.phase, Compressing) or engine.phase.windows_record or dispatch.forced() != "auto":
-            return None
-        # Of a budget in tokens a layer that has dropped any holds as many as it may, from then on.
-        same = clock.evict_at == 0 and clock.growth == 0 and not clock.due and not clock.reindex
-        if not same or tail is None or not tail.length or not visible.causal_only or len(segments) <= at:
-            return None
-        if state.pending is not None or state.draft is not None or model.latents is not None:
-            return None
-        if tail.start is None or not tail.is_followed_by(state.stored.seen):
+        block, at = waits_in_tail(plan, state.codec(plan)), 1 if first else 0
+        if not block or not engine.can_be_steady or engine.needs.mass or tail.start is None or len(segments) <= at:
             return None
         parts = state.parts()
         if sum(part.layout.size for part in parts) >= state.stored.seen:
@@ -78,34 +57,17 @@ class SteadyCodes(SteadyLayer):
         if first and parts[0].layout.size != first:
             return None
         left = min(block - 1 - tail.length, segments[at].layout.size - 1)
-        rotation = model.rotation if rolls and first else None
-        if left <= FEWEST or (rotation is None and rolls and first):
+        turns = type(plan.attend) is Rolling and first > 0
+        rotation = state.model.rotation if turns else None
+        if left <= FEWEST or (turns and rotation is None):
             return None
         if rotation is not None:
             carried = carried_part(state, parts[0])
             if carried is None:
                 return None
             parts[0] = carried
-        used = library()
-        keys, values, positions = tail.buffers()
-        if used is None or keys.device.type != "cpu":
-            return None
-        if TokenStep.unsuited(parts, mass=False, given=engine.given_dtype) is not None:
-            return None
-        step = TokenStep(
-            parts,
-            [None] * len(parts),
-            keys,
-            values,
-            positions,
-            query_heads=query_heads,
-            scaling=model.scaling,
-            softcap=model.softmax.softcap,
-            mass=False,
-            using=used,
-            given=engine.given_dtype,
-        )
-        return cls(engine, state, step, left, at, rotation) if step.complete else None
+        step = step_over_all(engine, state, parts, query_heads)
+        return None if step is None else cls(engine, state, step, left, at, rotation)
 
     def holds(self, engine: Engine, state: LayerState) -> bool:
         """See `SteadyLayer.holds`."""

@@ -9,6 +9,7 @@ is read lies one slot further on. Under `rolling` the first ones are turned by w
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,12 +25,12 @@ from kvtailor.ops import dispatch
 from kvtailor.ops.cpu.library import Ends, library
 from kvtailor.ops.cpu.step import TokenStep
 from kvtailor.ops.lanes.rotate import cosines_and_sines
-from kvtailor.types import Layout, PlainSegment, Rotation, Visibility
+from kvtailor.types import Layout, PlainSegment, Rotation, Segment, Visibility
 
 if TYPE_CHECKING:
     from kvtailor.store.recent_window import Tail
 
-__all__ = ["SteadyEnds"]
+__all__ = ["SteadyEnds", "acts_alike", "step_over_all"]
 
 
 class SteadyEnds(SteadyLayer):
@@ -47,45 +48,23 @@ class SteadyEnds(SteadyLayer):
 
     @classmethod
     def _of_ends(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyEnds | None:
-        plan, first, tail, clock, model = (
-            engine.plan,
-            engine.eviction.first,
-            state.stored.tail,
-            state.clock,
-            state.model,
-        )
-        if first is None or plan.tokens is None or plan.slack_tokens != 0 or goes_generally():
+        plan, first, tail, model = engine.plan, engine.eviction.first, state.stored.tail, state.model
+        if first is None or tail is None or not acts_alike(engine, state, visible):
             return None
-        rolls = type(plan.attend) is Rolling
-        if not (rolls or type(plan.attend) is Segments) or not plan.store.is_memory or engine.listens:
+        if not plan.store.is_memory or engine.listens or state.stored.segments or state.observed.carry:
             return None
-        if not isinstance(engine.phase, Compressing) or engine.phase.windows_record or dispatch.forced() != "auto":
+        if not first < tail.length < state.stored.seen or tail.anchor < first or tail.run != tail.length - first:
             return None
-        # Of a budget in tokens a layer that has dropped any holds as many as it may, from then on.
-        same = clock.evict_at == 0 and clock.growth == 0 and not clock.due and not clock.reindex
-        if not same or tail is None or not first < tail.length < state.stored.seen:
-            return None
-        if state.pending is not None or state.draft is not None or state.stored.segments or model.latents is not None:
-            return None
-        if state.observed.carry or not visible.causal_only or not tail.is_followed_by(state.stored.seen):
-            return None
-        if tail.anchor < first or tail.run != tail.length - first:
-            return None
-        keys, values, positions = tail.buffers()
-        used, rotation = library(), model.rotation if rolls and first else None
-        if used is None or keys.device.type != "cpu" or (rotation is None and rolls and first):
-            return None
-        parts = _parts(tail.as_segment(), 0 if rotation is None else first)
-        if TokenStep.unsuited(parts, mass=False, given=engine.given_dtype) is not None:
+        turns = type(plan.attend) is Rolling and first > 0
+        rotation = model.rotation if turns else None
+        if turns and rotation is None:
             return None
         ends = Ends(first=first)
         if rotation is not None:
             ends.planes, ends.interleaved = rotation.size // 2, int(rotation.interleaved)
-        step = TokenStep(
-            parts, [None] * len(parts), keys, values, positions, query_heads=query_heads, scaling=model.scaling,
-            softcap=model.softmax.softcap, mass=False, using=used, ends=ends, given=engine.given_dtype,
-        )  # fmt: skip
-        return cls(engine, state, step, ends, rotation) if step.complete else None
+        parts = _parts(tail.as_segment(), 0 if rotation is None else first)
+        step = step_over_all(engine, state, parts, query_heads, ends)
+        return None if step is None else cls(engine, state, step, ends, rotation)
 
     def holds(self, engine: Engine, state: LayerState) -> bool:
         """See `SteadyLayer.holds`."""
@@ -115,6 +94,63 @@ class SteadyEnds(SteadyLayer):
 
     def _tail_parts(self, tail: Tail) -> list[PlainSegment]:
         return _parts(tail.as_segment(), self._ends.first if self._ends.planes else 0)
+
+
+def acts_alike(engine: Engine, state: LayerState, visible: Visibility) -> bool:
+    """Return whether a layer drops a token at each that is decoded, by ages alone, so that its act is always the same.
+
+    Args:
+        engine: of the cache.
+        state: of the layer, behind a decoded token.
+        visible: of that token.
+    """
+    plan, tail, clock = engine.plan, state.stored.tail, state.clock
+    if engine.eviction.first is None or plan.tokens is None or plan.slack_tokens != 0 or goes_generally():
+        return False
+    if type(plan.attend) not in (Rolling, Segments) or dispatch.forced() != "auto" or not visible.causal_only:
+        return False
+    if not isinstance(engine.phase, Compressing) or engine.phase.windows_record:
+        return False
+    # Of a budget in tokens a layer that has dropped any holds as many as it may, from then on.
+    if clock.evict_at != 0 or clock.growth != 0 or clock.due or clock.reindex:
+        return False
+    if state.pending is not None or state.draft is not None or state.model.latents is not None:
+        return False
+    return tail is not None and tail.is_followed_by(state.stored.seen)
+
+
+def step_over_all(
+    engine: Engine, state: LayerState, parts: Sequence[Segment], query_heads: int, ends: Ends | None = None
+) -> TokenStep | None:
+    """Return the call that reads every slot of a layer's parts; None where no kernel does.
+
+    Args:
+        engine: of the cache.
+        state: of the layer, which has a tail.
+        parts: all that is read, the tail last.
+        query_heads: q, of the layer's attention.
+        ends: how the tail moves on by itself; None: it does not.
+    """
+    tail, used, given = state.stored.tail, library(), engine.given_dtype
+    assert tail is not None
+    keys, values, positions = tail.buffers()
+    if used is None or keys.device.type != "cpu" or TokenStep.unsuited(parts, mass=False, given=given) is not None:
+        return None
+    step = TokenStep(
+        parts,
+        [None] * len(parts),
+        keys,
+        values,
+        positions,
+        query_heads=query_heads,
+        scaling=state.model.scaling,
+        softcap=state.model.softmax.softcap,
+        mass=False,
+        using=used,
+        ends=ends,
+        given=given,
+    )
+    return step if step.complete else None
 
 
 class _Turns(threading.local):
