@@ -1,9 +1,11 @@
 """Plans that hold a text's first tokens and the newest, as codes: the oldest goes as an eviction by scores has it."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+from tests.support import decoded_by_age as by_age
 from tests.support.seam.zoo import VOCABULARY, build, prompts
 
 import kvtailor
@@ -32,34 +34,7 @@ PLANS = (
 STEPS = 75
 
 
-@torch.no_grad()
-def decoded(plan, *, by_scores=False, rows=2, prompt=150, steps=STEPS, family="llama", dtype=torch.float32, model=None):
-    """Logits and held columns after each token, and the cache."""
-    model = model or build(family, dtype=dtype)
-    cache = kvtailor.cache_for(model, plan)
-    if by_scores:
-        cache.engine.eviction.first = None
-    generator = torch.Generator().manual_seed(3)
-    logits, columns = [], []
-    for step in range(steps + 1):
-        ids = torch.randint(3, VOCABULARY, (rows, 1 if step else prompt), generator=generator)
-        logits.append(model(ids, **hand_cache(cache)).logits[:, -1])
-        columns.append([held_columns(state) for state in cache.engine.states])
-    return logits, columns, cache
-
-
-def held_columns(state):
-    """(b * h, n) of a layer whose rows and heads hold equally many tokens."""
-    layouts = [part.layout for part in state.parts()]
-    assert all(each.owner is None and each.lengths is None for each in layouts)
-    return torch.cat([each.columns("cpu").expand(each.lanes, -1) for each in layouts], 1)
-
-
-def same(one, other):
-    for mine, theirs in zip(one[1], other[1], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
-    assert torch.equal(one[2].held(), other[2].held())
+decoded = partial(by_age.decoded, rows=2, prompt=150, steps=STEPS)
 
 
 @pytest.fixture
@@ -77,7 +52,7 @@ def test_what_stays_is_what_scores_would_leave(plan, monkeypatch):
     score = lambda state, *args, **more: scored.append(state.clock.decoding) or score_layer(state, *args, **more)  # noqa: E731
     monkeypatch.setattr("kvtailor.engine.evict.score_layer", score)
     found = decoded(plan)
-    same(found, expected)
+    by_age.assert_same(found, expected)
     layers = len(found[2].engine.states)
     # Of decoded tokens the first that drops any, which parts the text's first tokens from the rest.
     assert sum(scored) <= layers or "tokens=3," in plan
@@ -106,7 +81,7 @@ def test_the_short_way_gives_the_same_bits(plan, family, dtype, taken):
         expected = decoded(plan, family=family, dtype=dtype)
     assert not taken
     found = decoded(plan, family=family, dtype=dtype)
-    same(found, expected)
+    by_age.assert_same(found, expected)
     assert found[2].ledger() == expected[2].ledger()
     for mine, theirs in zip(found[2].engine.states, expected[2].engine.states, strict=True):
         assert mine.clock == theirs.clock and mine.observed.carry.keys() == theirs.observed.carry.keys()
@@ -125,24 +100,14 @@ def test_little_moves_at_each_token_of_a_long_layer(taken):
     assert taken
 
 
-@torch.no_grad()
 def test_padding_is_left_to_scores():
     """The first tokens of a row that begins later are not those of the others."""
-    model, caches = build("llama"), []
-    ids, mask = prompts((61, 50, 44))
-    generator = torch.Generator().manual_seed(5)
-    new = torch.randint(3, VOCABULARY, (3, 40), generator=generator)
-    for by_scores in (False, True):
-        cache, seen = kvtailor.cache_for(model, f"streamingllm + {KIVI} @ tokens=40, slack=0"), mask
-        if by_scores:
-            cache.engine.eviction.first = None
-        model(ids, attention_mask=seen, position_ids=(seen.cumsum(1) - 1).clamp(min=0), **hand_cache(cache))
-        for step in range(40):
-            seen = torch.cat([seen, seen.new_ones(3, 1)], 1)
-            where = seen.sum(1, keepdim=True) - 1
-            out = model(new[:, step : step + 1], attention_mask=seen, position_ids=where, **hand_cache(cache))
-        caches.append((cache, out.logits))
-    assert torch.equal(caches[0][1], caches[1][1]) and torch.equal(caches[0][0].held(), caches[1][0].held())
+    plan, (ids, mask) = f"streamingllm + {KIVI} @ tokens=40, slack=0", prompts((61, 50, 44))
+    new = torch.randint(3, VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(5))
+    (ours, cache), (scored, by_scores) = (
+        by_age.logits_behind_padding(plan, ids, mask, new, by_scores=each) for each in (False, True)
+    )
+    assert torch.equal(ours, scored) and torch.equal(cache.held(), by_scores.held())
 
 
 @torch.no_grad()

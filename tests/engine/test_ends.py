@@ -3,12 +3,13 @@
 import contextlib
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from tests.support import decoded_by_age as by_age
 from tests.support.seam.zoo import VOCABULARY, build
 
-import kvtailor
 from kvtailor.engine.ends.drop_middle import first_tokens
 from kvtailor.engine.ends.steady_ends import SteadyEnds
 from kvtailor.engine.steady import general_way
@@ -23,28 +24,7 @@ PLANS = (
 )  # fmt: skip
 
 
-@torch.no_grad()
-def decoded(plan, *, by_scores=False, rows=3, prompt=63, steps=24, family="llama", dtype=torch.float32, model=None):
-    """Logits and columns after each token, and the cache."""
-    model = model or build(family, dtype=dtype)
-    cache = kvtailor.cache_for(model, plan)
-    if by_scores:
-        cache.engine.eviction.first = None
-    generator = torch.Generator().manual_seed(3)
-    logits, columns = [], []
-    for step in range(steps + 1):
-        ids = torch.randint(3, VOCABULARY, (rows, 1 if step else prompt), generator=generator)
-        logits.append(model(ids, **hand_cache(cache)).logits[:, -1])
-        layouts = [state.stored.tail.as_segment().layout for state in cache.engine.states]
-        columns.append([each.columns("cpu").expand(each.lanes, -1).clone() for each in layouts])
-    return logits, columns, cache
-
-
-def same(one, other):
-    assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
-    for mine, theirs in zip(one[1], other[1], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    assert torch.equal(one[2].held(), other[2].held())
+decoded = partial(by_age.decoded, rows=3, prompt=63, steps=24)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -52,7 +32,7 @@ def test_what_stays_is_what_scores_would_leave(plan):
     """Token for token, and bit for bit in what is answered."""
     assert first_tokens(Plan.parse(plan)) is not None
     found, expected = decoded(plan), decoded(plan, by_scores=True)
-    same(found, expected)
+    by_age.assert_same(found, expected)
     # Slots in front that hold nothing are counted, and are as many as those of any tail that grows.
     for state in found[2].engine.states:
         tail = state.stored.tail
@@ -79,7 +59,7 @@ def test_the_short_way_gives_the_same_bits(plan, dtype, family, monkeypatch):
         expected = decoded(plan, family=family, dtype=dtype)
     assert not taken
     found = decoded(plan, family=family, dtype=dtype)
-    same(found, expected)
+    by_age.assert_same(found, expected)
     assert found[2].ledger() == expected[2].ledger()
     layers = len(found[2].engine.states)
     # All but the first, also those at which the tail grows.
@@ -98,27 +78,15 @@ def test_more_than_ages_is_left_to_scores():
         assert first_tokens(Plan.parse(plan)) is None
 
 
-@torch.no_grad()
 def test_padding_is_left_to_scores():
     """The first tokens of a row that begins later are not those of the others."""
-    model, ids = build("llama"), torch.randint(3, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(5))
-    caches = []
-    for by_scores in (False, True):
-        cache, mask = kvtailor.cache_for(model, PLANS[0]), torch.ones(2, 40, dtype=torch.int64)
-        mask[0, :9] = 0
-        if by_scores:
-            cache.engine.eviction.first = None
-        model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), **hand_cache(cache))
-        for step in range(9):
-            mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
-            out = model(
-                ids[:, step : step + 1],
-                attention_mask=mask,
-                position_ids=mask.sum(1, keepdim=True) - 1,
-                **hand_cache(cache),
-            )
-        caches.append((cache, out.logits))
-    assert torch.equal(caches[0][1], caches[1][1]) and torch.equal(caches[0][0].held(), caches[1][0].held())
+    ids = torch.randint(3, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones(2, 40, dtype=torch.int64)
+    mask[0, :9] = 0
+    (ours, cache), (scored, by_scores) = (
+        by_age.logits_behind_padding(PLANS[0], ids, mask, ids[:, :9], by_scores=each) for each in (False, True)
+    )
+    assert torch.equal(ours, scored) and torch.equal(cache.held(), by_scores.held())
 
 
 @torch.no_grad()
