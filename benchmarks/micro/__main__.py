@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 import click
 
 from benchmarks.micro.cells import measure_cells
-from kvtailor.cli import Refusal
+from kvtailor.cli import RefusingGroup
 from kvtailor.cli.asked import numbers
 from kvtailor.cli.machine_share import share_machine
-from kvtailor.errors import KvtailorError
 
 __all__ = ["micro"]
 
@@ -40,18 +39,11 @@ class _OneOfSeveral(click.Command):
             ) from error
 
 
-class _Benches(click.Group):
-    """Its commands in the order of their definition; errors that were raised on purpose become messages."""
+class _Benches(RefusingGroup):
+    """Its commands in the order of their definition."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
-
-    def invoke(self, ctx: click.Context) -> object:
-        try:
-            result: object = super().invoke(ctx)
-            return result
-        except KvtailorError as error:
-            raise Refusal(str(error)) from error
 
 
 @click.group(name="micro", cls=_Benches, context_settings={"help_option_names": ["-h", "--help"]})

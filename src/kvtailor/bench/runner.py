@@ -27,6 +27,7 @@ from kvtailor.bench.tasks.contract import Task
 from kvtailor.cluster.contract import Executor
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model import processes as process_group
+from kvtailor.hf.model.cache_dtype import stored_dtype
 from kvtailor.ops.files import append_line
 from kvtailor.presets import FULL
 
@@ -204,7 +205,7 @@ def run(
     # Of a cluster each machine is described where it measures.
     here = machine.describe(bandwidth=bandwidth and executor is None, device=subject.device, dtype=subject.dtype)
     weights, model_hash = subject.weights(), subject.fingerprint()
-    stored = None if subject.cache_dtype is subject.dtype else subject.cache_dtype
+    stored = stored_dtype(subject.model)
     kept = subject.kept if isinstance(subject.kept, KeptPrompts) else KeptPrompts(off=None if share else NOT_SHARED)
     kept.begin_run(model_hash)
     subject, timed = replace(subject, kept=kept), replace(subject, kept=KeptPrompts(off=TIMED))

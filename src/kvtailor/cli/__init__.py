@@ -22,7 +22,7 @@ from kvtailor.cli.torchrun import mute_others, refusal
 from kvtailor.cli.words.lines import columns, formatted_warning, say, wrapped
 from kvtailor.errors import KvtailorError, UnknownName
 
-__all__ = ["Verbs", "main"]
+__all__ = ["RefusingGroup", "Verbs", "main"]
 
 
 @cache
@@ -36,8 +36,26 @@ def _verbs() -> tuple[str, ...]:
     return tuple(found)
 
 
-class Verbs(click.Group):
-    """Finds its verbs in this folder, and turns errors that were raised on purpose into messages."""
+class RefusingGroup(click.Group):
+    """Turns errors that were raised on purpose into messages, no line of which is longer than the terminal is wide."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            result: object = super().invoke(ctx)
+            return result
+        except KvtailorError as error:
+            raise Refusal(str(error)) from error
+        except click.UsageError as error:
+            most, text = columns(err=True), f"Error: {error.format_message()}"
+            if most is None or len(text) <= most:
+                raise
+            raise click.UsageError(wrapped(text, most).removeprefix("Error: "), error.ctx) from error
+        except click.ClickException as error:
+            raise Refusal(error.format_message()) from error
+
+
+class Verbs(RefusingGroup):
+    """Finds its verbs in this folder."""
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
         if args is None:
@@ -64,20 +82,6 @@ class Verbs(click.Group):
         if args and (sentence := refusal(args)) is not None:
             raise Refusal(sentence)
         return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> object:
-        try:
-            result: object = super().invoke(ctx)
-            return result
-        except KvtailorError as error:
-            raise Refusal(str(error)) from error
-        except click.UsageError as error:
-            most, text = columns(err=True), f"Error: {error.format_message()}"
-            if most is None or len(text) <= most:
-                raise
-            raise click.UsageError(wrapped(text, most).removeprefix("Error: "), error.ctx) from error
-        except click.ClickException as error:
-            raise Refusal(error.format_message()) from error
 
 
 class Refusal(click.ClickException):
