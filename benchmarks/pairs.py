@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -45,6 +44,7 @@ from typing import Any
 import torch
 
 import kvtailor
+from kvtailor.bench.measure.machine import describe
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan, registry
@@ -160,10 +160,8 @@ def pairs(model: Any, asked: argparse.Namespace, done: set[tuple[str, str]]) -> 
 def setting(asked: argparse.Namespace) -> dict[str, Any]:
     """Return how pairs are measured, and on what."""
     names = ("model", "layers", "threads", "slack", "rounds", "stretch", "every")
-    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    named = next((line.split(":")[1].strip() for line in cpu.splitlines() if line.startswith("model name")), "")
     return {name: getattr(asked, name) for name in names} | {
-        "cpu": f"{named or platform.processor()}, {torch.backends.cpu.get_cpu_capability()}",
+        "cpu": f"{describe(bandwidth=False)['processor']}, {torch.backends.cpu.get_cpu_capability()}",
         "torch": torch.__version__,
     }
 
