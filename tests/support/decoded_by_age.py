@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
+from tests.support.seam.zoo import VOCABULARY, build
 from torch import Tensor
 
 import kvtailor
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.versions import hand_cache
-from tests.support.seam.zoo import VOCABULARY, build
 
 __all__ = ["Decoded", "assert_same", "decoded", "held_columns", "logits_behind_padding"]
 
