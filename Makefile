@@ -28,6 +28,7 @@ test-all: check $(DOCS_READY)
 
 check: $(READY)
 	.venv/bin/ruff check .
+	.venv/bin/ruff format --check --quiet .
 	.venv/bin/mypy
 
 bench: $(READY)

@@ -173,8 +173,13 @@ def measure(subject: Subject, texts: list[Path], sizes: dict[str, Any]) -> dict[
         given = with_caches(subject, secretly_whole)
         try_fraud("untouched cache: snapkv reads all in secret", "untouched cache", given, ("snapkv @ keep=0.5",), task)
         try_fraud("hidden bytes: snapkv keeps all in secret", "hidden bytes", given, ("snapkv @ keep=0.5",), task)
-    return {"texts": len(texts), "false_alarms": dict(false), "false_alarms_before": before, "identity": notes,
-            "caught": {name: f"{hits} of {tries}" for name, (hits, tries) in caught.items()}}  # fmt: skip
+    return {
+        "texts": len(texts),
+        "false_alarms": dict(false),
+        "false_alarms_before": before,
+        "identity": notes,
+        "caught": {name: f"{hits} of {tries}" for name, (hits, tries) in caught.items()},
+    }
 
 
 def main() -> None:

@@ -54,9 +54,7 @@ class Nothing(PlanByPlan):
         for index in range(self.count):
             yield Sample(point={"index": index}, text="nothing", text_hash=str(index))
 
-    def score(
-        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
-    ) -> Scored:  # fmt: skip
+    def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
         return Scored(samples=VALUES, metrics={"score": 1.0}, values={"score": (1.0,) * VALUES})
 
 
@@ -86,9 +84,16 @@ def measure(executor: Executor, count: int) -> tuple[int, float, float]:
         run(subject, contestants, [Nothing(count=2)], bandwidth=False, executor=executor)
         begin, ran = time.perf_counter(), time.process_time()
         records = run(
-            subject, contestants, [task], out=Path(folder), bandwidth=False, executor=executor,
-            advance=seen.step, finish=seen.finish, allow=["equal results", "same results on other data"],
-        )  # fmt: skip
+            subject,
+            contestants,
+            [task],
+            out=Path(folder),
+            bandwidth=False,
+            executor=executor,
+            advance=seen.step,
+            finish=seen.finish,
+            allow=["equal results", "same results on other data"],
+        )
         return len(records), time.perf_counter() - begin, time.process_time() - ran
 
 
@@ -148,8 +153,10 @@ def waiting() -> None:
             for _ in range(50):
                 executor.submit(Call(function=_none))
                 executor.take()
-            print(f"{out} calls out: {1e3 * waited:.2f} ms by ray.wait, "
-                  f"{1e3 * (time.perf_counter() - begin) / 50:.2f} ms by callback")  # fmt: skip
+            print(
+                f"{out} calls out: {1e3 * waited:.2f} ms by ray.wait, "
+                f"{1e3 * (time.perf_counter() - begin) / 50:.2f} ms by callback"
+            )
             for each in rest:
                 ray.cancel(each)
 

@@ -19,8 +19,14 @@ from pathlib import Path
 
 from kvtailor.hf.versions import hand_cache
 
-PLANS = ("full", "streaming @ tokens=128", "snapkv(window=16) + adakv @ tokens=128",
-         "kivi(bits=4, group=32, recent=32)", "h2o @ tokens=128", "tova @ tokens=128")  # fmt: skip
+PLANS = (
+    "full",
+    "streaming @ tokens=128",
+    "snapkv(window=16) + adakv @ tokens=128",
+    "kivi(bits=4, group=32, recent=32)",
+    "h2o @ tokens=128",
+    "tova @ tokens=128",
+)
 PROMPT, WARM, TOKENS, TIMES = 300, 4, 48, 4
 
 

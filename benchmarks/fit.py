@@ -56,9 +56,7 @@ def main() -> None:
         (out / "judged.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
 
 
-def _fitted(
-    subject: Subject, texts: list[Path], share: float, out: Path, effort: str, sizer: Sizer
-) -> dict[str, Plan]:  # fmt: skip
+def _fitted(subject: Subject, texts: list[Path], share: float, out: Path, effort: str, sizer: Sizer) -> dict[str, Plan]:
     """The plans of `fit`: both stages, each alone."""
     found: dict[str, Plan] = {}
     alone = (("stage 2 alone", ("structure",)),) if share in ABLATED else ()
@@ -76,9 +74,14 @@ def _fitted(
         print(f"{share} {name}: {made.plan}\n  {made.sentence}", flush=True)
         if made.layers is not None:
             solved = solved_plan(
-                made.layers, sizer.geometry, context=CONTEXT, batch=1, element=sizer.element,
-                memory=int(share * sizer.full), size=sizer.most,
-            )  # fmt: skip
+                made.layers,
+                sizer.geometry,
+                context=CONTEXT,
+                batch=1,
+                element=sizer.element,
+                memory=int(share * sizer.full),
+                size=sizer.most,
+            )
             if solved is not None:
                 found["stage 1 alone"] = solved.plan
     return found
@@ -86,7 +89,7 @@ def _fitted(
 
 def _judged(
     subject: Subject, plans: dict[str, Plan], texts: list[Path], folder: Path, memory: int
-) -> dict[str, object]:  # fmt: skip
+) -> dict[str, object]:
     """Each plan beside the fitted one: loss on few windows, on many where few do not tell, and right answers."""
     contestants = {name: replace(Contestant.of(str(plan)), label=name) for name, plan in plans.items()}
     full = contestants_of([])[0]
@@ -105,8 +108,11 @@ def _judged(
             continue
         source = many if contestant in close else few
         against = source if contestants["fitted"].hash in source else many
-        apart = _difference(source | {contestants["fitted"].hash: against[contestants["fitted"].hash]},
-                            contestants["fitted"], contestant)  # fmt: skip
+        apart = _difference(
+            source | {contestants["fitted"].hash: against[contestants["fitted"].hash]},
+            contestants["fitted"],
+            contestant,
+        )
         loss = mean_difference(_nll(source, contestant), _nll(source, full), documents=_documents(source, full))
         found[name] = {
             "plan": str(plans[name]),
@@ -123,9 +129,7 @@ def _judged(
 Found = dict[str, "list[Record] | None"]
 
 
-def _by_plan(
-    subject: Subject, contestants: list[Contestant], texts: list[Path], windows: int, folder: Path
-) -> Found:  # fmt: skip
+def _by_plan(subject: Subject, contestants: list[Contestant], texts: list[Path], windows: int, folder: Path) -> Found:
     pieces, starts, at = [], [], 0
     for path in texts:
         text = path.read_text(encoding="utf-8")

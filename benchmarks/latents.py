@@ -27,11 +27,27 @@ def model_of(dtype: torch.dtype) -> transformers.PreTrainedModel:
     """A random model of two layers."""
     torch.manual_seed(0)
     config = transformers.DeepseekV2Config(
-        vocab_size=1000, hidden_size=2048, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=16,
-        num_key_value_heads=16, kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64, qk_nope_head_dim=128,
-        v_head_dim=128, head_dim=64, first_k_dense_replace=2, n_routed_experts=2, num_experts_per_tok=1,
-        moe_intermediate_size=64, n_shared_experts=1, n_group=1, topk_group=1, max_position_embeddings=65536,
-    )  # fmt: skip
+        vocab_size=1000,
+        hidden_size=2048,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        head_dim=64,
+        first_k_dense_replace=2,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=64,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        max_position_embeddings=65536,
+    )
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 

@@ -72,9 +72,15 @@ def times(out: Path, args: argparse.Namespace) -> None:
                     row["error"] = ready.error.get(row["name"])
                     row["allocated_bytes"] = ready.allocated.get(row["name"])
                 record = {
-                    "dtype": name, "context": context, "threads": count, "rows": rows, "read_bandwidth": bandwidth,
-                    "load": [load, os.getloadavg()[0]], "rounds": args.rounds, "machine": surroundings(),
-                }  # fmt: skip
+                    "dtype": name,
+                    "context": context,
+                    "threads": count,
+                    "rows": rows,
+                    "read_bandwidth": bandwidth,
+                    "load": [load, os.getloadavg()[0]],
+                    "rounds": args.rounds,
+                    "machine": surroundings(),
+                }
                 (out / f"times-{name}-{context}-{count}.json").write_text(json.dumps(record, indent=1))
             ready.close()
             del ready
@@ -87,16 +93,18 @@ def of_texts(out: Path, args: argparse.Namespace) -> None:
         file = out / f"losses-{text.stem}.json"
         if file.is_file():
             continue
-        windows = windows_of(
-            subject, [text], context=args.context, continuation=args.continuation, each=args.each
-        )  # fmt: skip
+        windows = windows_of(subject, [text], context=args.context, continuation=args.continuation, each=args.each)
         found = list(losses(subject, windows, out, plans=PLANS))
         model = LlamaModel(out / "demo.gguf")
         record = {
-            "text": text.name, "document": document, "context": args.context, "continuation": args.continuation,
-            "sides": [vars(each) for each in found], "machine": surroundings(),
+            "text": text.name,
+            "document": document,
+            "context": args.context,
+            "continuation": args.continuation,
+            "sides": [vars(each) for each in found],
+            "machine": surroundings(),
             "agreement": agreement(subject, model, windows[0].context[:AGREEING]),
-        }  # fmt: skip
+        }
         file.write_text(json.dumps(record, indent=1))
         print(f"{text.name}: " + "; ".join(f"{each.name} {fmean(each.nll):.4f}" for each in found), flush=True)
 

@@ -76,9 +76,14 @@ def _write_names(figure: Any, axes: Any, rows: list[Row], front: set[str]) -> No
         assert row.loss is not None and row.ratio is not None
         for place in PLACES:
             text = axes.annotate(
-                _name(row), (100 * row.ratio, row.loss.value), xytext=place, textcoords="offset points", fontsize=8,
-                ha="left" if place[0] > 0 else "right", color=FRONT if row.label in front else INK,
-            )  # fmt: skip
+                _name(row),
+                (100 * row.ratio, row.loss.value),
+                xytext=place,
+                textcoords="offset points",
+                fontsize=8,
+                ha="left" if place[0] > 0 else "right",
+                color=FRONT if row.label in front else INK,
+            )
             box = text.get_window_extent()
             if not any(box.overlaps(other) for other in taken) and axes.bbox.contains(box.x0, box.y0):
                 taken.append(box)

@@ -75,8 +75,15 @@ def recommended(losses: Mapping[str, Losses], size: Callable[[int], float] = lam
     zero = next(iter(losses.values()))
     every = {"full": Losses(count=zero.count, mean=0.0, deviation=0.0, freedom=zero.count - 1), **losses}
     scores = {name: Score(value=1.0, losses=each, samples=each.count, keys=()) for name, each in every.items()}
-    measure = Measure(name="text", task="perplexity", unit="perplexity", difference_unit=NATS, lower_is_better=True,
-                      is_base=True, scores=scores)  # fmt: skip
+    measure = Measure(
+        name="text",
+        task="perplexity",
+        unit="perplexity",
+        difference_unit=NATS,
+        lower_is_better=True,
+        is_base=True,
+        scores=scores,
+    )
     return headline(rows, [measure])
 
 

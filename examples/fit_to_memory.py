@@ -6,19 +6,53 @@ from kvtailor.fitting.material import generated
 
 # Seconds instead of minutes: far too little for a plan that you would use.
 LEAST = Effort(
-    name="least", first=(3, 1), rest=(1, 1), widths=(4,), shares=(0.25,), by_head=False, trials=6, front=1, levels=(),
-    fitted=1, presets=1, windows=(6, 5),
-)  # fmt: skip
+    name="least",
+    first=(3, 1),
+    rest=(1, 1),
+    widths=(4,),
+    shares=(0.25,),
+    by_head=False,
+    trials=6,
+    front=1,
+    levels=(),
+    fitted=1,
+    presets=1,
+    windows=(6, 5),
+)
 
 
 def main() -> None:
     context = 256
     found = kvtailor.fit(
-        "demo", generated(context, windows=16), keep_bytes=0.3, context=context, effort=LEAST, timed=False,
-        tasks=["needle"], proof_tasks=["passkey"], stages=["layers"],
-        without=["kvzip", "nuq", "minicache", "orthogonal", "h2o", "lowrank", "channels", "hadamard", "pairs", "tova",
-                 "expected", "keydiff", "critical", "dynamickv", "kvplugin", "bit_table", "chunks"],
-    )  # fmt: skip
+        "demo",
+        generated(context, windows=16),
+        keep_bytes=0.3,
+        context=context,
+        effort=LEAST,
+        timed=False,
+        tasks=["needle"],
+        proof_tasks=["passkey"],
+        stages=["layers"],
+        without=[
+            "kvzip",
+            "nuq",
+            "minicache",
+            "orthogonal",
+            "h2o",
+            "lowrank",
+            "channels",
+            "hadamard",
+            "pairs",
+            "tova",
+            "expected",
+            "keydiff",
+            "critical",
+            "dynamickv",
+            "kvplugin",
+            "bit_table",
+            "chunks",
+        ],
+    )
     print(found)
 
     model, tokenizer = kvtailor.load_model("demo")

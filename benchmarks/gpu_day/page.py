@@ -60,9 +60,14 @@ def _told(point: Point, found: Readings, *, rehearsed: bool) -> dict[str, Any]:
     if rehearsed:
         value, met, reason = None, None, point.reason or "a rehearsal measures nothing"
     return {
-        "bar": point.bar, "asks": point.asks, "at_least": point.at_least, "at_most": point.at_most,
-        "measured": value, "met": met, "why_null": reason if value is None else None,
-    }  # fmt: skip
+        "bar": point.bar,
+        "asks": point.asks,
+        "at_least": point.at_least,
+        "at_most": point.at_most,
+        "measured": value,
+        "met": met,
+        "why_null": reason if value is None else None,
+    }
 
 
 def _line(point: Point, told: dict[str, Any]) -> str:

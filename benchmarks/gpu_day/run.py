@@ -90,9 +90,15 @@ def _one(step: Step, limit: float, interpreter: str) -> tuple[dict[str, Any], st
         code, said = _called([interpreter, *words], _environment(step), limit)
         seconds = time.monotonic() - begin
         record: dict[str, Any] = {
-            "step": step.name, "piece": step.piece, "started": started, "seconds": round(seconds, 1),
-            "command": " ".join(words), "environment": dict(step.environment), "exit": code, "reason": None,
-        }  # fmt: skip
+            "step": step.name,
+            "piece": step.piece,
+            "started": started,
+            "seconds": round(seconds, 1),
+            "command": " ".join(words),
+            "environment": dict(step.environment),
+            "exit": code,
+            "reason": None,
+        }
         if code is None:
             return {**record, "status": "left"}, said
         try:
@@ -123,9 +129,14 @@ def _called(words: Sequence[str], environment: dict[str, str], limit: float) -> 
         # A group of its own, so that what the command has started ends with it; but no session of its own, since a
         # device tool ends what is left of a command, sessions that it does not know apart.
         process = subprocess.Popen(
-            words, cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT, process_group=0,
+            words,
+            cwd=ROOT,
+            env=environment,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            process_group=0,
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-        )  # fmt: skip
+        )
         code: int | None
         try:
             code = process.wait(timeout=limit)

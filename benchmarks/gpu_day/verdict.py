@@ -109,9 +109,7 @@ def outcomes(found: Readings) -> Sequence[Outcome]:
     return [_outcome(name, conditions, found, right, about) for name, conditions in OPERATIONS.items()]
 
 
-def _outcome(
-    name: str, conditions: Sequence[Condition], found: Readings, right: bool | None, about: str
-) -> Outcome:  # fmt: skip
+def _outcome(name: str, conditions: Sequence[Condition], found: Readings, right: bool | None, about: str) -> Outcome:
     values = [condition.read(found) for condition in conditions]
     holds = [right, *(None if value is None else value < _FASTER for value in values)]
     won = False if False in holds else None if None in holds else True

@@ -131,11 +131,17 @@ def decode(
         raise click.UsageError(f"--layers is for {_MODELS[0]}: the layers of {model} are of several kinds.")
     measure_cells(
         lambda device: bench(
-            dtypes=dtype, contexts=contexts, prefills=prefill, rounds=rounds, prefill_rounds=prefill_rounds,
-            device=device, model=model, layers=layers,
+            dtypes=dtype,
+            contexts=contexts,
+            prefills=prefill,
+            rounds=rounds,
+            prefill_rounds=prefill_rounds,
+            device=device,
+            model=model,
+            layers=layers,
         ),
         **common,
-    )  # fmt: skip
+    )
 
 
 @micro.command(cls=_OneOfSeveral, short_help="Attention, against torch's and transformers'.")
@@ -180,11 +186,9 @@ def batches(
     from benchmarks.micro.batches import bench
 
     measure_cells(
-        lambda device: bench(
-            batches=batches or (), contexts=contexts or (), rounds=rounds, dtype=dtype, device=device
-        ),
+        lambda device: bench(batches=batches or (), contexts=contexts or (), rounds=rounds, dtype=dtype, device=device),
         **common,
-    )  # fmt: skip
+    )
 
 
 @micro.command(cls=_OneOfSeveral, short_help="A token over a tier, against a bare read.")
@@ -249,20 +253,27 @@ def builtins(
         raise click.UsageError(f"--bits has {unknown[0]}: QuantizedCache has 4 and 2.")
     measure_cells(
         lambda where: bench(packings=packing, packing_rounds=packing_rounds, bits=bits, device=where, **given),
-        device=device, threads=threads,
-    )  # fmt: skip
+        device=device,
+        threads=threads,
+    )
 
 
 @micro.command(cls=_OneOfSeveral, short_help="What the host takes for a token of each plan.")
 @click.option(
-    "--plans", "--plan", "plans", multiple=True,
+    "--plans",
+    "--plan",
+    "plans",
+    multiple=True,
     help="A plan, or several with ';' between; may be given again.  [every preset, and some combinations]",
-)  # fmt: skip
+)
 @_rounds(50, what="Timed tokens of each plan.")
 @click.option(
-    "--profile", is_flag=False, flag_value="each", metavar="[PLAN]",
+    "--profile",
+    is_flag=False,
+    flag_value="each",
+    metavar="[PLAN]",
     help="Show the time by function too: of this plan, or without one of each.",
-)  # fmt: skip
+)
 @partial(_common, threads="1 on a CPU")
 def host(plans: tuple[str, ...], rounds: int, profile: str | None, threads: int | None, **common: Any) -> None:
     """Time what the host does for a decoded token: Python and launched operations, with almost no arithmetic.
@@ -277,8 +288,10 @@ def host(plans: tuple[str, ...], rounds: int, profile: str | None, threads: int 
         raise click.UsageError("--plans names no plan.")
     measure_cells(
         lambda device: case.bench(plans=asked or case.plans(), rounds=rounds, profile=profile, device=device),
-        threads=threads, threads_on_cpu=1, **common,
-    )  # fmt: skip
+        threads=threads,
+        threads_on_cpu=1,
+        **common,
+    )
 
 
 @micro.command(cls=_OneOfSeveral, short_help="A large model, with and without CUDA graphs.")
@@ -294,9 +307,13 @@ def host(plans: tuple[str, ...], rounds: int, profile: str | None, threads: int 
 @_rounds(3, "prefill-rounds", "Timed rounds of prompts.")
 @click.option("--dtype", type=_DTYPE, help="Of model and cache.  [float32; on a GPU bfloat16]")
 @click.option(
-    "--model", type=click.Choice(_LARGE), default=_LARGE[0], show_default=True, metavar="NAME",
+    "--model",
+    type=click.Choice(_LARGE),
+    default=_LARGE[0],
+    show_default=True,
+    metavar="NAME",
     help=f"Untrained; its shape: {', '.join(_LARGE)}.",
-)  # fmt: skip
+)
 @_common
 def whole(
     contexts: tuple[int, ...] | None,
@@ -317,11 +334,15 @@ def whole(
     common = {name: given.pop(name) for name in ("device", "threads")}
     measure_cells(
         lambda device: bench(
-            contexts=contexts or (), prefills=prefill or (), plans=asked or PLANS,
-            dtype=dtype or ("bfloat16" if device.type == "cuda" else "float32"), device=device, **given,
+            contexts=contexts or (),
+            prefills=prefill or (),
+            plans=asked or PLANS,
+            dtype=dtype or ("bfloat16" if device.type == "cuda" else "float32"),
+            device=device,
+            **given,
         ),
         **common,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

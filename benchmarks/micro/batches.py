@@ -186,9 +186,13 @@ def _table(batch: _Batch, dtype: torch.dtype, bandwidth: float, device: torch.de
     more, others = compared("  with padding before all rows but the first", padded, _PADDED_BASE, bandwidth=bandwidth)
     return Table(
         lines=[*_with_rates(lines, plain, batch.rows), *_with_rates(more[1:], padded, batch.rows)],
-        rows={key: [row | {"tokens_per_second_per_gib": _rate(each, batch.rows)}
-                    for row, each in zip(rows + others, plain + padded, strict=True)]},
-    )  # fmt: skip
+        rows={
+            key: [
+                row | {"tokens_per_second_per_gib": _rate(each, batch.rows)}
+                for row, each in zip(rows + others, plain + padded, strict=True)
+            ]
+        },
+    )
 
 
 def _parted(results: Iterable[Measured]) -> tuple[list[Measured], list[Measured]]:

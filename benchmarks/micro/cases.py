@@ -169,18 +169,29 @@ def kernels_of(device: torch.device) -> Kernels:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
             # A program holds 32 query rows at most: 4 query heads of 8 tokens.
             return Kernels(
-                device=device, variant="Triton", name=name, dtype=dtype, query_dtype=dtype, blocks=(1, 4, 8),
-                attend=attend.attend_coded, attend_pages=attend.attend_pages,
-            )  # fmt: skip
+                device=device,
+                variant="Triton",
+                name=name,
+                dtype=dtype,
+                query_dtype=dtype,
+                blocks=(1, 4, 8),
+                attend=attend.attend_coded,
+                attend_pages=attend.attend_pages,
+            )
     else:
         built = library() if device.type == "cpu" else None
         reason = why_none() if device.type == "cpu" else f"there are no kernels for {device.type}"
         if built is not None:
             return Kernels(
-                device=device, variant=built.variant, name=f"{built.variant}, {torch.get_num_threads()} threads",
-                dtype=torch.bfloat16, query_dtype=torch.float32, blocks=(1, 4, 16), attend=attend_coded,
+                device=device,
+                variant=built.variant,
+                name=f"{built.variant}, {torch.get_num_threads()} threads",
+                dtype=torch.bfloat16,
+                query_dtype=torch.float32,
+                blocks=(1, 4, 16),
+                attend=attend_coded,
                 attend_pages=None,
-            )  # fmt: skip
+            )
     raise KvtailorError(f"{reason}, and this bench is about its kernels")
 
 

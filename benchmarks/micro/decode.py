@@ -333,9 +333,7 @@ def caches_over_reads(results: Sequence[Measured], bandwidth: float) -> dict[str
         if own.median is None or own.q1 is None or own.q3 is None:
             continue
         read = each.cache_bytes / bandwidth
-        found[each.name] = (
-            (own.median - rest.median) / read, (own.q1 - rest.q3) / read, (own.q3 - rest.q1) / read
-        )  # fmt: skip
+        found[each.name] = ((own.median - rest.median) / read, (own.q1 - rest.q3) / read, (own.q3 - rest.q1) / read)
     return found
 
 

@@ -237,11 +237,13 @@ def _quest(kernels: Kernels, tokens: int, layers: int) -> list[Side]:
         tail = PlainSegment(layout=newest, keys=keys[:, :1].clone(), values=values[:, :1].clone())
         requests.append(
             AttentionRequest(
-                query=heads, parts=[Indexed(page=_PAGE).encode(layout, keys, values), tail],
-                visible=LazyMask.causal(1, 1, tokens, kernels.device), scaling=SCALE,
+                query=heads,
+                parts=[Indexed(page=_PAGE).encode(layout, keys, values), tail],
+                visible=LazyMask.causal(1, 1, tokens, kernels.device),
+                scaling=SCALE,
                 context=AttentionContext(layer=1, layers=2),
             )
-        )  # fmt: skip
+        )
     found.append(Side(name=f"quest, {_BUDGET} tokens", run=lambda i: method.attend(requests[i]).output))
     if kernels.on_triton:
 
@@ -302,10 +304,11 @@ def _appending(kernels: Kernels, tokens: int, layers: int) -> list[Side]:
     return [
         Side(name="attention, bfloat16", run=attention, recorded=True, bytes_read=cases.bytes_of(sides)),
         Side(
-            name="a token into its slot", run=lambda i: [side.index_copy_(1, slot, new) for side in half[i]],
+            name="a token into its slot",
+            run=lambda i: [side.index_copy_(1, slot, new) for side in half[i]],
             recorded=True,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _packing(kernels: Kernels, tokens: int, layers: int) -> list[Side]:

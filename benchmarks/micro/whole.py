@@ -143,10 +143,18 @@ def bench(
     if "triton" in which and reason is not None:
         raise KvtailorError(f"asked for Triton's kernels, which cannot run: {reason}; leave out triton")
     setting = _Setting(
-        model=model, dtype=getattr(torch, dtype), device=device, plans=tuple(dict.fromkeys((FULL, *plans))),
-        implementations=which, ways=GRAPHS[graphs or ("both" if device.type == "cuda" else "none")], tokens=tokens,
-        rounds=rounds, prefill_rounds=prefill_rounds, own=own, bandwidth=read_bandwidth(device),
-    )  # fmt: skip
+        model=model,
+        dtype=getattr(torch, dtype),
+        device=device,
+        plans=tuple(dict.fromkeys((FULL, *plans))),
+        implementations=which,
+        ways=GRAPHS[graphs or ("both" if device.type == "cuda" else "none")],
+        tokens=tokens,
+        rounds=rounds,
+        prefill_rounds=prefill_rounds,
+        own=own,
+        bandwidth=read_bandwidth(device),
+    )
     sides = len(setting.plans) * len(which)
     cells = [
         Cell(

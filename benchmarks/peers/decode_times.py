@@ -107,9 +107,7 @@ def prepare(
     reference = _reference(stock, states, ids, token)
 
     def add(name: str, run: Callable[[], object], held: int | None, logits: Tensor | None, read: int) -> None:
-        side = Side(
-            name=name, run=lambda _: run(), cache_bytes=held, bytes_read=None if held is None else read + held
-        )  # fmt: skip
+        side = Side(name=name, run=lambda _: run(), cache_bytes=held, bytes_read=None if held is None else read + held)
         ready.sides.append(side)
         if logits is not None:
             off = (logits.flatten().double() - reference).norm() / reference.norm()
@@ -135,9 +133,7 @@ def prepare(
         for side in [each for each in ready.sides if each.name in _ALSO_WITHOUT_ONEDNN]:
             add(side.name + WITHOUT_ONEDNN, partial(_without_onednn, side.run), side.cache_bytes, None, weighed)
 
-    def peer_side(
-        name: str, on: LlamaModel, kind: str, cells: int, *, filled: bool = True, flash: bool = True
-    ) -> None:  # fmt: skip
+    def peer_side(name: str, on: LlamaModel, kind: str, cells: int, *, filled: bool = True, flash: bool = True) -> None:
         cache = LlamaCache(on, kind, cells, threads=torch.get_num_threads(), batch=_QUESTION, flash=flash)
         if filled:
             cache.fill(states)

@@ -27,8 +27,16 @@ from kvtailor.ops.files import read_file
 from kvtailor.ops.tensor_file import Format, tensors_of, write_tensor_file
 
 __all__ = [
-    "HEAD_BY_HEAD", "CalibratedMethod", "Calibration", "Shapes", "calibrated", "how_to", "read", "shipped", "write",
-]  # fmt: skip
+    "HEAD_BY_HEAD",
+    "CalibratedMethod",
+    "Calibration",
+    "Shapes",
+    "calibrated",
+    "how_to",
+    "read",
+    "shipped",
+    "write",
+]
 
 HEAD_BY_HEAD = "it is calibrated head by head, and such a layer holds one latent for all heads"
 """Why a method with tensors of each kv head is refused on latents: see `Method.latent_refusal`."""

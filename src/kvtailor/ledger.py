@@ -116,9 +116,7 @@ class Ledger:
         splits = {"for": self.by_stage, "on": self.by_tier}
         rows: list[list[Shown]] = [[Strong("the whole cache"), binary(self.total), _share(self.total, self.full)]]
         for word, split in splits.items():
-            rows += [
-                [f"{word} {name}", binary(size), _share(size, self.full)] for name, size in split.items() if size
-            ]  # fmt: skip
+            rows += [[f"{word} {name}", binary(size), _share(size, self.full)] for name, size in split.items() if size]
         rows.append([Strong("uncompressed"), binary(self.full), _share(self.full, self.full)])
         held = "" if self.held is None else f", {self.held:.1f} of them held on average"
         layers = ", ".join(binary(size) for size in self.by_layer)

@@ -40,10 +40,15 @@ def request(total: int, pruned: torch.Tensor, tokens: int, *, seen: int | None =
     layers, heads = pruned.shape[:2]
     capacity = torch.full((1, layers, heads), tokens)
     return BudgetRequest(
-        total=torch.tensor([total]), capacity=capacity, floor=torch.zeros_like(capacity), layers=tuple(range(layers)),
-        num_layers=layers, row_tokens=None if seen is None else torch.tensor([seen]),
-        calibration={"pruned": pruned}, **more,
-    )  # fmt: skip
+        total=torch.tensor([total]),
+        capacity=capacity,
+        floor=torch.zeros_like(capacity),
+        layers=tuple(range(layers)),
+        num_layers=layers,
+        row_tokens=None if seen is None else torch.tensor([seen]),
+        calibration={"pruned": pruned},
+        **more,
+    )
 
 
 def test_a_ratio_of_the_table_gives_its_numbers_and_others_lie_between() -> None:
@@ -66,10 +71,15 @@ def test_budgets_are_what_the_table_keeps_of_all_that_was_seen() -> None:
     assert later == [[100, 20], [80, 0]]
     assert LUKV().allocate(request(400, pruned, 200))[0].tolist() == [[100, 100], [100, 100]]
     with pytest.raises(ValueError, match="see `kvtailor calibrate lukv`"):
-        LUKV().allocate(request(9, pruned, 9).__class__(
-            total=torch.tensor([9]), capacity=torch.full((1, 2, 2), 9), floor=torch.zeros(1, 2, 2, dtype=torch.int64),
-            layers=(0, 1), num_layers=2,
-        ))  # fmt: skip
+        LUKV().allocate(
+            request(9, pruned, 9).__class__(
+                total=torch.tensor([9]),
+                capacity=torch.full((1, 2, 2), 9),
+                floor=torch.zeros(1, 2, 2, dtype=torch.int64),
+                layers=(0, 1),
+                num_layers=2,
+            )
+        )
 
 
 def pooled_by_hand(gains: list[float]) -> list[float]:
@@ -154,6 +164,13 @@ def test_a_profile_is_measured_and_splits_a_budget(tmp_path: Path) -> None:
     assert held.double().mean() == 12 and len(held.unique()) > 1
     with pytest.raises(KvtailorError, match="at least 384 tokens"):
         Profile().measure(
-            Job(subject=subject, passages=cut(subject, {"t": TEXT}, tokens=96, context=48), context=48, count=2,
-                state=0, advance=lambda what: None, draft=lambda made: "")
-        )  # fmt: skip
+            Job(
+                subject=subject,
+                passages=cut(subject, {"t": TEXT}, tokens=96, context=48),
+                context=48,
+                count=2,
+                state=0,
+                advance=lambda what: None,
+                draft=lambda made: "",
+            )
+        )

@@ -39,9 +39,16 @@ def test_a_share_by_hand() -> None:
 
 def test_lazy_layers_keep_both_ends_and_the_others_share_the_rest() -> None:
     lazy = SimLayerKV(initial=4, recent=16, threshold=0.9)
-    budgets = [lazy.allocate(asked(total, [100] * 3, measured=[0.95, 0.3, 0.9]))[0, :, 0].tolist() for total in (
-        30, 60, 100, 220, 250,
-    )]  # fmt: skip
+    budgets = [
+        lazy.allocate(asked(total, [100] * 3, measured=[0.95, 0.3, 0.9]))[0, :, 0].tolist()
+        for total in (
+            30,
+            60,
+            100,
+            220,
+            250,
+        )
+    ]
     # Too little for the ends; the ends; the others, which are cut as well; the others whole; what they cannot hold.
     assert budgets == [[10, 10, 10], [20, 20, 20], [20, 40, 40], [20, 100, 100], [50, 100, 100]]
     with pytest.raises(ValueError, match="layers 0 to 2 at once"):

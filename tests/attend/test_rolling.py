@@ -183,8 +183,9 @@ class Unrotated(MaskedReference):
                 numbers = ages[row, columns] if windowed else torch.arange(len(columns))
                 cos, sin = self.angles(value.float(), numbers[None], *kinds)
                 keys = apply(*[key[row, head // group, columns - base][None, None]] * 2, cos, sin)[0][0, 0]
-                at = torch.tensor([int((columns == seen - new + i).nonzero()) if here[seen - new + i] else 0
-                                   for i in range(new)])  # fmt: skip
+                at = torch.tensor(
+                    [int((columns == seen - new + i).nonzero()) if here[seen - new + i] else 0 for i in range(new)]
+                )
                 queries = apply(*[query[row, head][None, None]] * 2, cos[:, at], sin[:, at])[0][0, 0]
                 allowed = mask[row, 0][:, columns - base]
                 logits = (queries.double() @ keys.double().T * scaling).masked_fill(~allowed, -1e30)
@@ -250,8 +251,10 @@ def test_a_model_without_rotation_is_refused_before_anything_is_done(family: str
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize(("plan", "warns"), [("streamingllm @ tokens=32", False), ("streaming @ tokens=32", True),
-                                             ("streamingllm @ tokens=600", True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("plan", "warns"),
+    [("streamingllm @ tokens=32", False), ("streaming @ tokens=32", True), ("streamingllm @ tokens=600", True)],
+)
 @pytest.mark.parametrize("pieces", [32, 640])
 @torch.no_grad()
 def test_only_what_is_held_counts_for_the_warning(plan: str, warns: bool, pieces: int) -> None:

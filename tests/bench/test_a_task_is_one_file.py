@@ -61,8 +61,10 @@ def test_the_worked_example_is_no_real_file_and_formatted_as_one(tmp_path):
     for words in (["format", "--check"], ["check"]):
         done = subprocess.run(
             [sys.executable, "-m", "ruff", *words, "--config", str(ROOT / "pyproject.toml"), str(path)],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout
 
 
@@ -78,8 +80,13 @@ def test_it_is_found_with_all_that_it_declares(toy):
 def test_it_runs_over_plans(toy):
     records = go(context=50, prompts=4)
     assert [(r.label, r.point["place"], r.metrics["kept_share"]) for r in records] == [
-        ("full", 0, 1.0), ("one", 0, 0.4), ("other", 0, 0.2), ("full", 1, 1.0), ("one", 1, 0.4), ("other", 1, 0.2)
-    ]  # fmt: skip
+        ("full", 0, 1.0),
+        ("one", 0, 0.4),
+        ("other", 0, 0.2),
+        ("full", 1, 1.0),
+        ("one", 1, 0.4),
+        ("other", 1, 0.2),
+    ]
     for record in records:
         assert (record.task, record.task_version, record.samples, record.text) == ("toy", 1, 4, "random tokens")
         assert record.bytes_held == 8 * record.tokens_held and record.wall_seconds > 0 and record.error is None
@@ -125,9 +132,13 @@ t.run(given, t.PLANS, [task], out=Path(sys.argv[2]), bandwidth=False, advance=ad
 def child(code: str, *words: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, text=True,
-        capture_output=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", code, *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
 
 
 @pytest.mark.long
@@ -267,10 +278,13 @@ def test_its_options_are_read_and_are_about_it_alone(toy):
         ('"--toy-prompts"', '"--contexts"', "declare the option --contexts differently"),
         ("prompts: int =", "prompts: dict[str, int] =", "--toy-prompts is of the type dict.*no option can be made"),
         ("class Toy", "class Other(PlanByPlan):\n    pass\n\n\nclass Toy", "holds the tasks Other and Toy"),
-        ("    def points(", "    def early(self):\n        pass\n\n    late: int = setting(3)\n\n    def points(",
-         "the field late of Toy stands behind a method: put it before the first"),
+        (
+            "    def points(",
+            "    def early(self):\n        pass\n\n    late: int = setting(3)\n\n    def points(",
+            "the field late of Toy stands behind a method: put it before the first",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_declaration_that_cannot_be_read_is_refused(tmp_path, monkeypatch, old, new, told):
     assert old in TOY
     path = write_task(tmp_path / "tasks", TOY.replace(old, new, 1))
@@ -293,8 +307,20 @@ def test_a_metric_that_is_not_declared_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_read_of_a_file_is_what_its_class_has(name):
     kind, made = KINDS[name], KINDS[name].load()
-    for each in ("values", "timings", "by_sample", "of_cost", "own_cache", "reads_text", "of_each_text", "reads_data",
-                 "sets", "set_name", "order", "usual"):  # fmt: skip
+    for each in (
+        "values",
+        "timings",
+        "by_sample",
+        "of_cost",
+        "own_cache",
+        "reads_text",
+        "of_each_text",
+        "reads_data",
+        "sets",
+        "set_name",
+        "order",
+        "usual",
+    ):
         assert getattr(kind, each) == getattr(made, each), each
     assert (kind.extra, kind.told) == (made.generates, made.metrics or ())
     fields = {each.name: each for each in made.__dataclass_fields__.values() if "setting" in each.metadata}

@@ -104,10 +104,11 @@ def made(name: str, data: Path) -> Task:
         "capacity": lambda: Capacity(memory_bytes=2**40, context=64, step=64, reach=256),
         "speculation": lambda: Speculation(**text, context=32, tokens=3, rounds=1, warmup=0, draft="demo-draft"),
         "reasoning": lambda: Reasoning(kind="walk", counts=(2,), prompt=200, chains=2),
-        "longcontext": lambda: LongContext(benchmark="longbench", subset="passage_retrieval_en", data=data,
-                                           max_tokens=200),
+        "longcontext": lambda: LongContext(
+            benchmark="longbench", subset="passage_retrieval_en", data=data, max_tokens=200
+        ),
         "harness": lambda: Harness(task="arc_easy", data=folder(data, random.Random(0)), limit=3, outside=1),
-    }  # fmt: skip
+    }
     return tasks[name]()
 
 

@@ -18,9 +18,26 @@ from kvtailor.bench.subject import Subject
 from kvtailor.cli.report import write
 from kvtailor.errors import KvtailorError
 
-ODD = [None, True, 0, -1, 2**70, 1e300, -1.5, "", "x", "\u2028", [], {}, [[1]], [None], {"a": None}, {"a": [1]},
-       {"a": "b"},
-       ["x"]]  # fmt: skip
+ODD = [
+    None,
+    True,
+    0,
+    -1,
+    2**70,
+    1e300,
+    -1.5,
+    "",
+    "x",
+    "\u2028",
+    [],
+    {},
+    [[1]],
+    [None],
+    {"a": None},
+    {"a": [1]},
+    {"a": "b"},
+    ["x"],
+]
 RAW = ["NaN", "Infinity", "1e999", "9" * 5000, "[" * 5000, '"\\ud800"', "tru", "0x1", "{", '"']
 
 
@@ -128,9 +145,12 @@ def test_what_cannot_be_read_names_its_file_and_line(records, tmp_path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 @pytest.mark.parametrize(
     ("device", "message"),
-    [("cuda", "'cuda', but torch .* finds 0 CUDA devices here: give cpu"), ("cuda:7", "'cuda:7', but"),
-     ("gpu", "'gpu', which torch does not have")],
-)  # fmt: skip
+    [
+        ("cuda", "'cuda', but torch .* finds 0 CUDA devices here: give cpu"),
+        ("cuda:7", "'cuda:7', but"),
+        ("gpu", "'gpu', which torch does not have"),
+    ],
+)
 def test_a_device_that_is_not_there_is_a_sentence_before_anything_is_loaded(device, message) -> None:
     for name in ("demo", "random-llama", "no/such-model"):
         with pytest.raises(KvtailorError, match=message):

@@ -43,8 +43,15 @@ def same_versions(monkeypatch):
 def go(out, model=None, plans=PLANS, asked=None, **options):
     counted = []
     asked = asked or tasks()
-    found = run(subject(model or CountingModel(), **CACHES), plans, asked, out=out, bandwidth=False,
-                advance=counted.append, **options)  # fmt: skip
+    found = run(
+        subject(model or CountingModel(), **CACHES),
+        plans,
+        asked,
+        out=out,
+        bandwidth=False,
+        advance=counted.append,
+        **options,
+    )
     assert any(r.error for r in found) or len(counted) == plan_run(asked, plans)[1]
     return found
 
@@ -167,8 +174,16 @@ def test_times_are_reused_together_or_not_at_all(tmp_path):
 def test_other_weights_under_the_same_name_are_another_model(tmp_path):
     from kvtailor.hf.model.loading import new_model
 
-    model = new_model("llama", vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                      num_attention_heads=2, num_key_value_heads=1, head_dim=8)  # fmt: skip
+    model = new_model(
+        "llama",
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
     first = Subject(name="m", model=model).fingerprint()
     model.set_attn_implementation("eager")
     assert Subject(name="m", model=model).fingerprint() == first

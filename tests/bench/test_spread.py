@@ -49,9 +49,7 @@ def same_versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def model() -> Subject:
-    return replace(
-        subject(CountingModel(), one=DummyCache(keep=20), other=DummyCache(keep=21)), elsewhere=model
-    )  # fmt: skip
+    return replace(subject(CountingModel(), one=DummyCache(keep=20), other=DummyCache(keep=21)), elsewhere=model)
 
 
 class Shuffled(InProcess):
@@ -181,9 +179,7 @@ class Numbered(PlanByPlan):
         for index in range(4):
             yield Sample(point={"index": index}, text="numbers", text_hash=str(index), data={}, notes=("A note.",))
 
-    def score(
-        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
-    ) -> Scored:  # fmt: skip
+    def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
         index = int(str(sample.text_hash))
         if (contestant.label, index) in self.crashes:
             raise RuntimeError("CUDA error: an illegal memory access")
@@ -205,9 +201,7 @@ def test_a_plan_that_failed_is_not_tried_on_the_samples_that_follow(state: int, 
 def test_a_cell_that_fails_twice_has_the_reason_and_condemns_no_other_one() -> None:
     found = go([Numbered(crashes=(("one", 1),))], Shuffled(0))
     errors = {(r.label, r.point["index"]): r.error for r in found if r.error is not None}
-    assert errors == {
-        ("one", 1): "It failed 2 times: RuntimeError: CUDA error: an illegal memory access."
-    }  # fmt: skip
+    assert errors == {("one", 1): "It failed 2 times: RuntimeError: CUDA error: an illegal memory access."}
     assert len(found) == 12
 
 
@@ -234,9 +228,7 @@ def test_a_cell_has_a_few_plans_of_one_sample_and_a_death_parts_them() -> None:
 class Remembering(Numbered):
     """Every plan's score is that of 'full', which it must know."""
 
-    def score(
-        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
-    ) -> Scored:  # fmt: skip
+    def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
         if contestant.is_full:
             sample.data["full"] = 10.0 + int(str(sample.text_hash))
         return Scored(samples=1, metrics={"score": sample.data["full"]}, values={"score": (sample.data["full"],)})
@@ -261,9 +253,7 @@ def test_plans_that_must_know_another_ones_values_wait_for_them(state: int, tmp_
 
 
 def test_samples_that_cannot_be_made_twice_are_the_reason_of_every_plan() -> None:
-    found = run(
-        model(), PLANS, [Numbered()], bandwidth=False, executor=Shuffled(0, deaths=1.0, spares=False)
-    )  # fmt: skip
+    found = run(model(), PLANS, [Numbered()], bandwidth=False, executor=Shuffled(0, deaths=1.0, spares=False))
     assert [(r.label, r.error) for r in found] == [
         (each.label, "It failed 2 times: its worker process died.") for each in PLANS
     ]

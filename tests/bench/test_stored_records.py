@@ -131,8 +131,16 @@ def test_a_full_disk_ends_a_run_in_a_sentence(
 
 def test_one_changed_weight_is_another_model(tmp_path: Path) -> None:
     """Wherever it lies, and however it was changed: 64 values of a parameter were looked at before."""
-    model = new_model("llama", vocab_size=32, hidden_size=16, intermediate_size=48, num_hidden_layers=1,
-                      num_attention_heads=2, num_key_value_heads=1, head_dim=8)  # fmt: skip
+    model = new_model(
+        "llama",
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
     weight = model.model.layers[0].mlp.down_proj.weight
     seen = {Subject(name="m", model=model).fingerprint()}
     for number in range(weight.numel()):
@@ -144,8 +152,16 @@ def test_one_changed_weight_is_another_model(tmp_path: Path) -> None:
 
 
 def test_what_is_remembered_of_weights_is_that_of_the_weights() -> None:
-    model = new_model("llama", vocab_size=32, hidden_size=16, intermediate_size=48, num_hidden_layers=1,
-                      num_attention_heads=2, num_key_value_heads=1, head_dim=8)  # fmt: skip
+    model = new_model(
+        "llama",
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
     weight = model.model.layers[0].mlp.down_proj.weight
     assert remembered_fingerprint(model) == weight_fingerprint(model) == remembered_fingerprint(model)
     with torch.no_grad():
@@ -154,7 +170,15 @@ def test_what_is_remembered_of_weights_is_that_of_the_weights() -> None:
     weight.requires_grad_(False).data = weight.data.clone()
     weight.data[2, 5] = 4.0
     assert remembered_fingerprint(model) == weight_fingerprint(model)
-    half = new_model("llama", vocab_size=32, hidden_size=16, intermediate_size=48, num_hidden_layers=1,
-                     num_attention_heads=2, num_key_value_heads=1, head_dim=8).bfloat16()  # fmt: skip
+    half = new_model(
+        "llama",
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    ).bfloat16()
     half.load_state_dict(model.state_dict())
     assert weight_fingerprint(model, torch.bfloat16) == weight_fingerprint(half) != weight_fingerprint(model)

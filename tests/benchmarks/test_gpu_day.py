@@ -28,9 +28,15 @@ def day() -> SimpleNamespace:
     from benchmarks.gpu_day import __main__, bars, folder, page, readings, run, steps, verdict
 
     return SimpleNamespace(
-        main=__main__.main, bars=bars, Folder=folder.Folder, page=page, Readings=readings.Readings, run=run.run,
-        steps=steps, verdict=verdict,
-    )  # fmt: skip
+        main=__main__.main,
+        bars=bars,
+        Folder=folder.Folder,
+        page=page,
+        Readings=readings.Readings,
+        run=run.run,
+        steps=steps,
+        verdict=verdict,
+    )
 
 
 def step(day: SimpleNamespace, name: str, code: str, seconds: int = 1, **more: Any) -> Any:
@@ -75,9 +81,7 @@ def test_what_takes_too_long_is_left_and_runs_the_next_time(day: SimpleNamespace
 def test_a_step_ends_with_its_time_and_is_not_lost(day: SimpleNamespace, tmp_path: Path) -> None:
     sleeps = "import time; time.sleep(60)"
     folder = day.Folder(tmp_path)
-    assert not day.run(
-        folder, [step(day, "quick", JSON), step(day, "hangs", sleeps)], limit=18, say=lambda line: None
-    )  # fmt: skip
+    assert not day.run(folder, [step(day, "quick", JSON), step(day, "hangs", sleeps)], limit=18, say=lambda line: None)
     assert folder.status("hangs") == "left"
     # A whole call for itself was not enough: it would take every later call.
     assert day.run(folder, [step(day, "hangs", sleeps)], limit=17, say=lambda line: None)
@@ -100,9 +104,13 @@ def test_failed_tests_are_named(day: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "test_two.py").write_text("def test_a(): pass\ndef test_b(): assert False\n")
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", os.devnull)
     tests = day.steps.Step(
-        name="tests-kernels", piece=1, seconds=1, words=(*words, str(tmp_path / "test_two.py")), kind="tests",
+        name="tests-kernels",
+        piece=1,
+        seconds=1,
+        words=(*words, str(tmp_path / "test_two.py")),
+        kind="tests",
         environment=(("TRITON_INTERPRET", "1"),),
-    )  # fmt: skip
+    )
     folder = day.Folder(tmp_path / "out")
     day.run(folder, [tests], limit=60, say=lambda line: None)
     counts = folder.last("tests-kernels")["tests"]
@@ -144,8 +152,17 @@ def test_every_bar_of_the_specification_is_there(day: SimpleNamespace) -> None:
 def test_a_bar_is_met_by_the_number_and_its_direction(day: SimpleNamespace) -> None:
     table = "grouped heads, 32 on 8, 32768 tokens, 8 rows"
     sides = {"sdpa, heads folded": 4.0, "sdpa as transformers calls it": 6.0, "kvtailor kivi 4 bits": 1.6}
-    found = day.Readings.of([measured("kernels-32k", {table: rows(**sides), "appending, 32768 tokens": rows(
-        **{"a token into its slot": 0.2, "attention, bfloat16": 2.0})})])  # fmt: skip
+    found = day.Readings.of(
+        [
+            measured(
+                "kernels-32k",
+                {
+                    table: rows(**sides),
+                    "appending, 32768 tokens": rows(**{"a token into its slot": 0.2, "attention, bfloat16": 2.0}),
+                },
+            )
+        ]
+    )
     points = {(each.bar, each.asks): each for each in day.bars.BARS}
     g2 = next(each for (bar, asks), each in points.items() if bar == "G2" and table in asks and "64" in asks)
     # Over the faster of torch's two forms, which flatters less.
@@ -229,10 +246,15 @@ def written(day: SimpleNamespace) -> dict[str, set[str]]:
         if "kernels" in words:
             for context in contexts:
                 for case in option(words, "--cases"):
-                    tables = [f"{titles[case]}, {context} tokens"] if case in titles else [
-                        f"{title}, {context} tokens" + (f", {count} rows" if count != "1" else "")
-                        for title, *_ in cases.HEADS for count in rows
-                    ]  # fmt: skip
+                    tables = (
+                        [f"{titles[case]}, {context} tokens"]
+                        if case in titles
+                        else [
+                            f"{title}, {context} tokens" + (f", {count} rows" if count != "1" else "")
+                            for title, *_ in cases.HEADS
+                            for count in rows
+                        ]
+                    )
                     for table in tables:
                         found.setdefault(table, set()).update(made.get(case, attention))
         if "whole" in words:
@@ -351,9 +373,12 @@ def test_a_killed_piece_goes_on(day: SimpleNamespace, tmp_path: Path) -> None:
 @pytest.mark.parametrize("piece", range(1, 6))
 def test_every_piece_is_rehearsed(piece: int, day: SimpleNamespace, tmp_path: Path) -> None:
     done = subprocess.run(
-        call(tmp_path, "--piece", str(piece), "--limit", "1700"), cwd=REPOSITORY, env=environment(),
-        capture_output=True, text=True,
-    )  # fmt: skip
+        call(tmp_path, "--piece", str(piece), "--limit", "1700"),
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     folder = day.Folder(tmp_path)
     wanted = [each.name for each in day.steps.steps(rehearsal=True) if each.piece == piece]

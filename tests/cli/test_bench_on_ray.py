@@ -14,8 +14,18 @@ from kvtailor.bench.schema import read_records
 from kvtailor.cli import main
 from kvtailor.cluster import connect as connecting
 
-SMALL = ["--plans", "snapkv @ keep=0.25", "--tasks", "perplexity", "--context", "64", "--continuation", "16",
-         "--windows", "2"]  # fmt: skip
+SMALL = [
+    "--plans",
+    "snapkv @ keep=0.25",
+    "--tasks",
+    "perplexity",
+    "--context",
+    "64",
+    "--continuation",
+    "16",
+    "--windows",
+    "2",
+]
 
 
 @pytest.fixture

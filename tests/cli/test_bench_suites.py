@@ -112,11 +112,38 @@ def test_sweeps_texts_and_sets_are_points_of_one_run(tmp_path):
     text = tmp_path / "mine.txt"
     text.write_text(" ".join(f"word{i} and number {i * i} stand here." for i in range(900)))
     found = last(
-        invoke("--plans", "streaming @ keep=0.5", "--tasks", "perplexity,speed,longbench:passage_retrieval_en",
-               "--text", str(text), "--text", "generated", "--data", str(tmp_path / "data"), "--context", "64",
-               "--windows", "5", "--contexts", "32,64", "--batches", "1,2", "--new-tokens", "3", "--rounds", "1",
-               "--examples", "1", "--dtype", "float32", "--out", str(tmp_path / "out"), "--json")
-    )  # fmt: skip
+        invoke(
+            "--plans",
+            "streaming @ keep=0.5",
+            "--tasks",
+            "perplexity,speed,longbench:passage_retrieval_en",
+            "--text",
+            str(text),
+            "--text",
+            "generated",
+            "--data",
+            str(tmp_path / "data"),
+            "--context",
+            "64",
+            "--windows",
+            "5",
+            "--contexts",
+            "32,64",
+            "--batches",
+            "1,2",
+            "--new-tokens",
+            "3",
+            "--rounds",
+            "1",
+            "--examples",
+            "1",
+            "--dtype",
+            "float32",
+            "--out",
+            str(tmp_path / "out"),
+            "--json",
+        )
+    )
     records = read_records(tmp_path / "out")
     assert {r.text for r in records if r.task == "perplexity"} == {"mine.txt", "generated text"}
     points = {(r.point["context"], r.point["batch"]) for r in records if r.task == "speed"}
@@ -129,8 +156,18 @@ def test_sweeps_texts_and_sets_are_points_of_one_run(tmp_path):
 def test_eval_is_the_harness_with_our_model_in_it(tmp_path, capfd):
     pytest.importorskip("lm_eval", reason="the harness is not installed: pip install 'kvtailor[harness]'")
     data = folder(tmp_path, random.Random(5))
-    words = ["--model", "kvtailor", "--model_args", "pretrained=demo,plan='snapkv @ keep=0.25'", "--tasks",
-             "lambada_openai", "--limit", "2", "--data", str(data)]  # fmt: skip
+    words = [
+        "--model",
+        "kvtailor",
+        "--model_args",
+        "pretrained=demo,plan='snapkv @ keep=0.25'",
+        "--tasks",
+        "lambada_openai",
+        "--limit",
+        "2",
+        "--data",
+        str(data),
+    ]
     done = CliRunner().invoke(eval_verb.command, words)
     assert done.exit_code == 0, done.output
     assert "lambada_openai" in done.output and "perplexity" in done.output and "snapkv @ keep=0.25" in done.output

@@ -30,8 +30,22 @@ def test_a_file_is_made_shown_used_and_refused_on_its_own_text(tmp_path: Path) -
     mine, other, out = tmp_path / "mine.txt", tmp_path / "other.txt", tmp_path / "f.safetensors"
     mine.write_text(text_of(0))
     other.write_text(text_of(1))
-    words = ("calibrate", "qfilters", "--model", "demo-draft", "--text", str(mine), "--tokens", "1024",
-             "--context", "256", "--dtype", "float32", "--out", str(out))  # fmt: skip
+    words = (
+        "calibrate",
+        "qfilters",
+        "--model",
+        "demo-draft",
+        "--text",
+        str(mine),
+        "--tokens",
+        "1024",
+        "--context",
+        "256",
+        "--dtype",
+        "float32",
+        "--out",
+        str(out),
+    )
     made = call(*words, "--json")
     assert made.exit_code == 0, made.output
     told = json.loads(made.stdout.splitlines()[-1])
@@ -53,8 +67,23 @@ def test_a_file_is_made_shown_used_and_refused_on_its_own_text(tmp_path: Path) -
     fits_not = call("check", plan, "--model", "demo")
     assert fits_not.exit_code == 2 and "made for demo-draft, of 4 layers" in fits_not.stderr
 
-    ask = ("bench", "--model", "demo-draft", "--plans", plan, "--tasks", "perplexity", "--context", "64",
-           "--continuation", "8", "--windows", "2", "--dtype", "float32")  # fmt: skip
+    ask = (
+        "bench",
+        "--model",
+        "demo-draft",
+        "--plans",
+        plan,
+        "--tasks",
+        "perplexity",
+        "--context",
+        "64",
+        "--continuation",
+        "8",
+        "--windows",
+        "2",
+        "--dtype",
+        "float32",
+    )
     refused = call(*ask, "--text", str(mine))
     assert refused.exit_code == 2
     assert "calibration on the evaluated text: f.safetensors was made from mine.txt" in refused.stderr
@@ -65,8 +94,20 @@ def test_a_file_is_made_shown_used_and_refused_on_its_own_text(tmp_path: Path) -
 def test_lines_of_json_are_texts(tmp_path: Path) -> None:
     rows, out = tmp_path / "rows.jsonl", tmp_path / "f.safetensors"
     rows.write_text("".join(json.dumps({"text": text_of(state)[:3000]}) + "\n" for state in range(3)))
-    made = call("calibrate", "qfilters", "--model", "demo-draft", "--text", str(rows), "--tokens", "256", "--context",
-                "128", "--out", str(out))  # fmt: skip
+    made = call(
+        "calibrate",
+        "qfilters",
+        "--model",
+        "demo-draft",
+        "--text",
+        str(rows),
+        "--tokens",
+        "256",
+        "--context",
+        "128",
+        "--out",
+        str(out),
+    )
     assert made.exit_code == 0 and "rows.jsonl" in made.stdout
     rows.write_text('{"words": "none"}\n')
     bad = call("calibrate", "qfilters", "--model", "demo-draft", "--text", str(rows), "--out", str(tmp_path / "g"))

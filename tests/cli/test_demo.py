@@ -50,8 +50,15 @@ def test_the_tour_answers_first_then_measures_and_goes_on_where_it_stopped(small
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(3, "10 seconds"), (44, "40 seconds"), (89, "90 seconds"), (91, "2 minutes"), (149, "2 minutes"),
-     (151, "3 minutes"), (600, "10 minutes")],
-)  # fmt: skip
+    [
+        (3, "10 seconds"),
+        (44, "40 seconds"),
+        (89, "90 seconds"),
+        (91, "2 minutes"),
+        (149, "2 minutes"),
+        (151, "3 minutes"),
+        (600, "10 minutes"),
+    ],
+)
 def test_how_long_it_takes_is_a_round_number(seconds, said):
     assert demo._minutes(seconds) == said

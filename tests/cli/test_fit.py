@@ -28,9 +28,19 @@ from kvtailor.plan import Plan
 
 CONTEXT = 160
 LEAST = Effort(
-    name="quick", first=(4, 1), rest=(2, 1), widths=(4, 2), shares=(0.5,), by_head=False, trials=3, front=1,
-    levels=(0.5,), fitted=2, presets=2, windows=(6, 5),
-)  # fmt: skip
+    name="quick",
+    first=(4, 1),
+    rest=(2, 1),
+    widths=(4, 2),
+    shares=(0.5,),
+    by_head=False,
+    trials=3,
+    front=1,
+    levels=(0.5,),
+    fitted=2,
+    presets=2,
+    windows=(6, 5),
+)
 
 
 @pytest.fixture
@@ -43,16 +53,32 @@ def text(tmp_path):
 @pytest.fixture
 def little(monkeypatch):
     monkeypatch.setattr(efforts, "EFFORTS", {**efforts.EFFORTS, "quick": LEAST})
-    monkeypatch.setattr(machine, "versions", lambda: {"python": "3", "torch": "2", "transformers": "5", "kvtailor": "0",
-                                                      "commit": "abc"})  # fmt: skip
+    monkeypatch.setattr(
+        machine,
+        "versions",
+        lambda: {"python": "3", "torch": "2", "transformers": "5", "kvtailor": "0", "commit": "abc"},
+    )
 
 
 def fit(*words):
     return CliRunner().invoke(command, [str(word) for word in words])
 
 
-ASKED = ("--context", CONTEXT, "--effort", "quick", "--no-times", "--without", ",".join(NOT_SEARCHED),
-         "--tasks", "needle", "--proof-tasks", "passkey", "--dtype", "float32")  # fmt: skip
+ASKED = (
+    "--context",
+    CONTEXT,
+    "--effort",
+    "quick",
+    "--no-times",
+    "--without",
+    ",".join(NOT_SEARCHED),
+    "--tasks",
+    "needle",
+    "--proof-tasks",
+    "passkey",
+    "--dtype",
+    "float32",
+)
 
 
 @pytest.fixture
@@ -99,8 +125,15 @@ def test_a_fit_gives_a_plan_that_every_verb_reads(fitted, text):
     # What was asked already is there; what was asked otherwise is not answered from it.
     same = fit("--text", text, "--memory", "30%", *ASKED, "--out", folder, "--json")
     assert same.exit_code == 0 and json.loads(same.stdout.splitlines()[-1])["plan"] == found.plan
-    for words in (("--context", 200), ("--batch", 4), ("--tasks", "key_value"), ("--without", "h2o"), ("--tpot", "1ms"),
-                  ("--points", 3), ("--model", "demo-draft")):  # fmt: skip
+    for words in (
+        ("--context", 200),
+        ("--batch", 4),
+        ("--tasks", "key_value"),
+        ("--without", "h2o"),
+        ("--tpot", "1ms"),
+        ("--points", 3),
+        ("--model", "demo-draft"),
+    ):
         refused = fit("--out", folder, "--memory", "30%", *words)
         assert refused.exit_code != 0 and ("--again" in refused.output or "another --out" in refused.output), words
 
@@ -197,9 +230,12 @@ def test_a_fit_that_is_killed_again_and_again_ends_as_one_that_was_not(text, tmp
 
     def start(folder):
         return subprocess.Popen(
-            [sys.executable, "-c", CHILD, *words, "--out", str(folder)], env=surroundings, cwd=here,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [sys.executable, "-c", CHILD, *words, "--out", str(folder)],
+            env=surroundings,
+            cwd=here,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     began = time.monotonic()
     assert start(tmp_path / "whole").wait(900) == 0

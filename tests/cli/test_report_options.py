@@ -23,8 +23,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("option", ["--margin", "--margin-points"])
-@pytest.mark.parametrize(("value", "words"), [("nan", "not a number"), ("inf", "infinite"), ("-inf", "range"),
-                                              ("0", "0")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "words"), [("nan", "not a number"), ("inf", "infinite"), ("-inf", "range"), ("0", "0")]
+)
 def test_a_margin_that_is_no_finite_number_is_refused_before_any_work(folder, option, value, words) -> None:
     for command in (["report", str(folder)], ["bench", "--model", "no-such-model"]):
         found = CliRunner().invoke(main, [*command, option, value])

@@ -79,9 +79,13 @@ def test_the_program_warns_so():
     words = ("run", "--plan", "snapkv @ tokens=16", "--prompt", PROMPT, "--max-new-tokens", "2")
     code = "from kvtailor.cli import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120, check=True,
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
         env={**os.environ, "COLUMNS": "80"},
-    )  # fmt: skip
+    )
     assert "\nwarning: snapkv @ tokens=16: " in f"\n{done.stderr}" and "UserWarning" not in done.stderr
     assert too_wide(done.stderr) == []
 

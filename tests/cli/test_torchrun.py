@@ -22,9 +22,16 @@ PROMPT = "The old mill stood at the end of the village, and nobody had lived the
 def launched(*given: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
     """The program in so many processes."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m",
-        "kvtailor", *given,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        "-m",
+        "kvtailor",
+        *given,
+    ]
     told = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=told, capture_output=True, text=True, timeout=500, check=False)
 
@@ -52,8 +59,10 @@ def test_a_run_in_two_processes_says_once_what_one_says() -> None:
 @pytest.mark.long
 def test_a_bench_in_two_processes_has_the_records_of_one(tmp_path: Path) -> None:
     given = ["bench", "--dtype", "float32", "--plans", PLAN, "--tasks", "perplexity,fidelity", "--windows", "3"]
-    for out, work in (("one", lambda *more: CliRunner().invoke(main, [*more]).exit_code),
-                      ("two", lambda *more: launched(*more).returncode)):  # fmt: skip
+    for out, work in (
+        ("one", lambda *more: CliRunner().invoke(main, [*more]).exit_code),
+        ("two", lambda *more: launched(*more).returncode),
+    ):
         assert work(*given, "--out", str(tmp_path / out)) == 0
     one, two = ({(r.task, r.label): r for r in read_records(tmp_path / out)} for out in ("one", "two"))
     assert one.keys() == two.keys() and len(one) == 4

@@ -62,8 +62,12 @@ def test_the_commands_run(tmp_path: Path) -> None:
             line = line.replace("--out results", f"--out {tmp_path / 'results'}")
             done = subprocess.run(
                 f"{line} --context 64 --continuation 16 --windows 4",
-                shell=True, capture_output=True, text=True, timeout=400, check=False,
-            )  # fmt: skip
+                shell=True,
+                capture_output=True,
+                text=True,
+                timeout=400,
+                check=False,
+            )
             assert done.returncode == 0, done.stderr[-3000:]
             assert len(next((tmp_path / "results").glob("*.jsonl")).read_text().splitlines()) == 2
         finally:
@@ -75,7 +79,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
 def _begun(line: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         line, shell=True, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )  # fmt: skip
+    )
 
 
 def _local(line: str, port: int) -> str:

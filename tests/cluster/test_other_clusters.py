@@ -36,8 +36,13 @@ def test_a_process_that_is_given_other_accelerators_ends_instead_of_using_them(
     with cluster_of(1, num_cpus=2, num_gpus=2) as (cluster, _), connect(cluster.address) as executor:
         seen: set[tuple[int, str]] = set()
         for _ in range(20):
-            found = values(executor, [Call(function=calls.devices, arguments=(seconds,), resources=one, tag=seconds)
-                                      for seconds in (1.0, 1.5)])  # fmt: skip
+            found = values(
+                executor,
+                [
+                    Call(function=calls.devices, arguments=(seconds,), resources=one, tag=seconds)
+                    for seconds in (1.0, 1.5)
+                ],
+            )
             cells += 2
             # Both processes wait, and the next call may be given the other one's accelerator.
             found += values(executor, [Call(function=calls.devices, arguments=(0.0,), resources=one)] * 1)

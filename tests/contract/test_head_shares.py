@@ -112,9 +112,12 @@ def test_what_allocators_measure(allocator: Allocator, ranks: int) -> None:
 
 def candidate(layer: int, scores: Tensor, measured: Tensor | None) -> Candidate:
     return Candidate(
-        layer=layer, scores=scores, counts=(scores > -torch.inf).sum(-1), floor=(scores == torch.inf).sum(-1),
+        layer=layer,
+        scores=scores,
+        counts=(scores > -torch.inf).sum(-1),
+        floor=(scores == torch.inf).sum(-1),
         measured=measured,
-    )  # fmt: skip
+    )
 
 
 @every_rank
@@ -148,8 +151,15 @@ def test_budgets_and_kept_sets(allocator: Allocator, ranks: int) -> None:
                 # Slots behind a rank's longest head are not there.
                 own = share.own(every[i], 1)
                 given.append(replace(one, scores=own[..., int((own > -torch.inf).any((0, 1)).nonzero()[0]) :]))
-            return decide(plan, given, budget, layers=LAYERS, last=len(layers) == LAYERS or allocator.scope == "layer",
-                          calibration=calibration, share=share)  # fmt: skip
+            return decide(
+                plan,
+                given,
+                budget,
+                layers=LAYERS,
+                last=len(layers) == LAYERS or allocator.scope == "layer",
+                calibration=calibration,
+                share=share,
+            )
 
         (whole,) = on_ranks(1, work)
         found = on_ranks(ranks, work)
@@ -230,9 +240,7 @@ def test_codecs(sample: Codec, ranks: int) -> None:
         codec = sample.for_layer(CodecContext(layer=2, layers=LAYERS, heads=heads, rotation=rotation, share=share))
         layout = Layout(rows=len(LENGTHS), heads=heads, size=slots, start=0)
         if codec.across:
-            segment = codec.encode_group(
-                layout, [(own(others[0]), own(others[1])), (own(keys), own(values))]
-            )[1]  # fmt: skip
+            segment = codec.encode_group(layout, [(own(others[0]), own(others[1])), (own(keys), own(values))])[1]
         else:
             segment = codec.encode(layout, own(keys), own(values))
         fields, tensors = segment.state()
@@ -273,23 +281,27 @@ def test_attentions(method: Attention, ranks: int) -> None:
         outputs = []
         seen = LazyMask.causal(2, n, 0, keys.device)
         query = share.own(queries, 1)
-        first = method.attend(AttentionRequest(query=query[:, :, :n], parts=parts, visible=seen, scaling=0.4,
-                                               context=context))  # fmt: skip
+        first = method.attend(
+            AttentionRequest(query=query[:, :, :n], parts=parts, visible=seen, scaling=0.4, context=context)
+        )
         if method.needs_codec == "indexed":
             parts = [codec.encode(layout, plain.keys, plain.values)]
         carry = method.index(IndexRequest(parts=parts, visible=seen, context=replace(context, carry=first.carry)))
         for step in range(3):
             tail = PlainSegment(
                 layout=Layout(rows=2, heads=h, size=step + 1, start=n),
-                keys=own(keys[:, n : n + step + 1]), values=own(values[:, n : n + step + 1]),
-            )  # fmt: skip
+                keys=own(keys[:, n : n + step + 1]),
+                values=own(values[:, n : n + step + 1]),
+            )
             found = method.attend(
                 AttentionRequest(
-                    query=query[:, :, n + step : n + step + 1], parts=[*parts, tail],
-                    visible=LazyMask.causal(2, 1, n + step, keys.device), scaling=0.4,
+                    query=query[:, :, n + step : n + step + 1],
+                    parts=[*parts, tail],
+                    visible=LazyMask.causal(2, 1, n + step, keys.device),
+                    scaling=0.4,
                     context=replace(context, carry=carry),
                 )
-            )  # fmt: skip
+            )
             carry = found.carry
             outputs.append(found.output)
         return outputs
@@ -303,8 +315,9 @@ def test_attentions(method: Attention, ranks: int) -> None:
 EVERY = [*SCORERS, *ALLOCATORS, *SELECTORS, *MERGERS, *CODECS, *ATTENTIONS]
 
 
-@pytest.mark.parametrize("kind", sorted({type(each) for each in EVERY}, key=lambda kind: kind.__name__),
-                         ids=lambda kind: kind.__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "kind", sorted({type(each) for each in EVERY}, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__
+)
 def test_every_method_says_that_it_splits(kind: type[Method]) -> None:
     """A method that does not say so is refused under tensor parallelism, so none of ours may forget it."""
     assert vars(kind).get("splits_heads") is True

@@ -20,9 +20,11 @@ every_scorer = pytest.mark.parametrize("kind", SCORERS, ids=lambda kind: kind.__
 LENGTHS = (63, 40, 5)
 # What is too large for rows of 63 tokens, so that all of a method is asked.
 SMALL = {
-    "LagKV": {"sinks": 2, "lag": 8}, "NonCausal": {"chunk": 8, "rows": 20}, "Compactor": {"chunk": 8, "sketch": 3},
+    "LagKV": {"sinks": 2, "lag": 8},
+    "NonCausal": {"chunk": 8, "rows": 20},
+    "Compactor": {"chunk": 8, "sketch": 3},
     "LazyEviction": {"threshold": 0.02},
-}  # fmt: skip
+}
 
 
 def small(kind: type[Scorer]) -> Scorer:

@@ -83,9 +83,15 @@ def test_attention_equals_the_definition(
     sinks = None if which == "softcap" else torch.randn(size[1] * size[2], generator=generator) * 2 + 1
     out, lse, mass = naive(made, 0.04, softcap, sinks)
     request = request_of(
-        made.query, made.parts, made.visible, 0.04, context=STILL, softmax=Softmax(softcap=softcap, sinks=sinks),
-        want_mass=kind.gives_mass, real_queries=made.real_queries,
-    )  # fmt: skip
+        made.query,
+        made.parts,
+        made.visible,
+        0.04,
+        context=STILL,
+        softmax=Softmax(softcap=softcap, sinks=sinks),
+        want_mass=kind.gives_mass,
+        real_queries=made.real_queries,
+    )
     for which_form in ("auto", "reference"):
         with using(which_form):
             got = sample_of(kind).attend(request)

@@ -43,9 +43,14 @@ def test_it_gives_the_text_of_a_session_and_the_cache(family: str, hub: str) -> 
         same = session.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
     assert torch.equal(found.sequences, same)
     named = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), custom_generate=hub, trust_remote_code=True, plan=PLAN,
-        max_new_tokens=6, do_sample=False,
-    )  # fmt: skip
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        custom_generate=hub,
+        trust_remote_code=True,
+        plan=PLAN,
+        max_new_tokens=6,
+        do_sample=False,
+    )
     assert torch.equal(named, same)
     ledger = read_cache(found).ledger()
     assert ledger.seen == 45 and ledger.held < 20 and 0 < ledger.total < ledger.full
@@ -78,9 +83,15 @@ def test_the_next_turn_goes_on_with_the_cache(hub: str) -> None:
     first = asked(model, hub, plan=PLAN, return_dict_in_generate=True)
     more = torch.cat([first.sequences, torch.full((2, 3), 7)], 1)
     found = model.generate(
-        more, custom_generate=hub, trust_remote_code=True, plan=PLAN, **hand_cache(read_cache(first)),
-        attention_mask=torch.ones_like(more), max_new_tokens=3, do_sample=False,
-    )  # fmt: skip
+        more,
+        custom_generate=hub,
+        trust_remote_code=True,
+        plan=PLAN,
+        **hand_cache(read_cache(first)),
+        attention_mask=torch.ones_like(more),
+        max_new_tokens=3,
+        do_sample=False,
+    )
     assert found.shape == (2, more.shape[1] + 3) and read_cache(first).seen == more.shape[1] + 2
 
 

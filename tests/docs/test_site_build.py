@@ -35,20 +35,58 @@ WITH_SNIPPETS = [
 NEED_A_FIT = {"tutorial"}
 # Far too little for a plan that is to be used.
 LEAST = Effort(
-    name="least", first=(3, 1), rest=(1, 1), widths=(4,), shares=(0.25,), by_head=False, trials=2, front=1, levels=(),
-    fitted=1, presets=1, windows=(6, 5), reads_twice=False, slow_points=False,
-)  # fmt: skip
-SLOW = ("nuq", "minicache", "orthogonal", "h2o", "lowrank", "channels", "hadamard", "pairs", "tova", "expected",
-        "keydiff", "critical", "dynamickv", "kvplugin", "bit_table", "chunks", "kvzip")  # fmt: skip
+    name="least",
+    first=(3, 1),
+    rest=(1, 1),
+    widths=(4,),
+    shares=(0.25,),
+    by_head=False,
+    trials=2,
+    front=1,
+    levels=(),
+    fitted=1,
+    presets=1,
+    windows=(6, 5),
+    reads_twice=False,
+    slow_points=False,
+)
+SLOW = (
+    "nuq",
+    "minicache",
+    "orthogonal",
+    "h2o",
+    "lowrank",
+    "channels",
+    "hadamard",
+    "pairs",
+    "tova",
+    "expected",
+    "keydiff",
+    "critical",
+    "dynamickv",
+    "kvplugin",
+    "bit_table",
+    "chunks",
+    "kvzip",
+)
 
 
 def put(needed: str, folder: Path) -> None:
     """Make what a snippet needs from a command before it."""
     assert needed == "fitted", f"a page needs {needed}, which no test makes"
     kvtailor.fit(
-        "demo", generated(256, windows=16), keep_bytes=0.3, context=256, effort=LEAST, timed=False, tasks=["needle"],
-        proof_tasks=["passkey"], stages=["layers"], without=SLOW, out=folder / "fitted",
-    )  # fmt: skip
+        "demo",
+        generated(256, windows=16),
+        keep_bytes=0.3,
+        context=256,
+        effort=LEAST,
+        timed=False,
+        tasks=["needle"],
+        proof_tasks=["passkey"],
+        stages=["layers"],
+        without=SLOW,
+        out=folder / "fitted",
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,9 +127,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         str(tmp_path / "site"),
     ]
     done = subprocess.run(
-        command, env={**os.environ, **offline, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+        command,
+        env={**os.environ, **offline, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     site = tmp_path / "site"
     page = (site / "api.html").read_text(encoding="utf-8")

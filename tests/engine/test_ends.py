@@ -19,9 +19,13 @@ from kvtailor.plan import Plan
 from kvtailor.store.recent_window import Tail
 
 PLANS = (
-    "streamingllm @ tokens=24", "streaming @ tokens=24, slack=3", "position(sinks=0) + rolling @ tokens=24, slack=0",
-    "streamingllm @ keep=0.3", "streamingllm @ tokens=90", "streamingllm @ tokens=3",
-)  # fmt: skip
+    "streamingllm @ tokens=24",
+    "streaming @ tokens=24, slack=3",
+    "position(sinks=0) + rolling @ tokens=24, slack=0",
+    "streamingllm @ keep=0.3",
+    "streamingllm @ tokens=90",
+    "streamingllm @ tokens=3",
+)
 
 
 decoded = partial(by_age.decoded, rows=3, prompt=63, steps=24)

@@ -159,10 +159,16 @@ def test_moments_without_a_rotation_are_an_error() -> None:
 
 def test_scores_are_found_again_by_column() -> None:
     held = Held(
-        keys=torch.zeros(1, 2, 4, 1), values=torch.zeros(1, 2, 4, 1), seen=9, layer=0, layers=1, scaling=1.0,
-        positions=torch.tensor([[[0, 3, 5, 8], [1, 2, 8, 8]]]), first=torch.zeros(1),
+        keys=torch.zeros(1, 2, 4, 1),
+        values=torch.zeros(1, 2, 4, 1),
+        seen=9,
+        layer=0,
+        layers=1,
+        scaling=1.0,
+        positions=torch.tensor([[[0, 3, 5, 8], [1, 2, 8, 8]]]),
+        first=torch.zeros(1),
         valid=torch.tensor([[[True] * 4, [True, True, True, False]]]),
-    )  # fmt: skip
+    )
     columns = torch.tensor([[[0, 2, 5, 6], [2, 4, 5, 8]]], dtype=torch.int32)
     found = held.looked_back(columns, torch.tensor([[[1.0, 2, 3, 4], [5, 6, 7, 8]]]))
     nan = float("nan")

@@ -11,9 +11,14 @@ from kvtailor.plan import Plan
 
 def solved(found, sizer, share):
     return solved_plan(
-        found, sizer.geometry, context=CONTEXT, batch=1, element=sizer.element, memory=int(share * sizer.full),
+        found,
+        sizer.geometry,
+        context=CONTEXT,
+        batch=1,
+        element=sizer.element,
+        memory=int(share * sizer.full),
         size=sizer.most,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +96,19 @@ def test_a_codec_names_each_width_once():
 
 def test_a_map_survives_json_and_restriction():
     found = LayerMap(
-        score="snapkv", widths=(0, 4, 2), shares=(1.0, 0.5, 0.1), keys=((0.0, 1.0, 2.0),), values=((0.0, 3.0, 4.0),),
-        kept=(((0.0, 5.0, 6.0),),), pieces=3,
-    )  # fmt: skip
+        score="snapkv",
+        widths=(0, 4, 2),
+        shares=(1.0, 0.5, 0.1),
+        keys=((0.0, 1.0, 2.0),),
+        values=((0.0, 3.0, 4.0),),
+        kept=(((0.0, 5.0, 6.0),),),
+        pieces=3,
+    )
     import json
 
     assert LayerMap.from_dict(json.loads(json.dumps(found.as_dict()))) == found
     less = found.restricted(least_width=4, least_share=0.5)
-    assert (less.widths, less.shares, less.keys, less.kept) == (
-        (0, 4), (1.0, 0.5), ((0.0, 1.0),), (((0.0, 5.0),),)
-    )  # fmt: skip
+    assert (less.widths, less.shares, less.keys, less.kept) == ((0, 4), (1.0, 0.5), ((0.0, 1.0),), (((0.0, 5.0),),))
 
 
 def _contestant(plan):

@@ -72,9 +72,13 @@ def test_documents_of_the_search_are_of_another_split(demo, texts):
     documents = [piece for piece in found.search if piece.group == "needle"]
     assert len(documents) == 3
     first = make_document(
-        "needle", state=SPLITS["calibration"].start + 900_000, split="calibration", depth=0.5,
-        length=CONTEXT - demo.start().numel(), count_tokens=demo.count,
-    )  # fmt: skip
+        "needle",
+        state=SPLITS["calibration"].start + 900_000,
+        split="calibration",
+        depth=0.5,
+        length=CONTEXT - demo.start().numel(),
+        count_tokens=demo.count,
+    )
     assert documents[0].text == first.prompt
     assert torch.equal(documents[0].context, demo.prompt(first.prompt))
 
@@ -166,8 +170,10 @@ def test_texts_come_by_path_or_as_they_are(tmp_path):
     path.write_text("from a file")
     assert named_texts(str(path)) == {"notes.txt": "from a file"}
     assert named_texts(["a text\nof its own", path, path]) == {
-        "text 1": "a text\nof its own", "notes.txt": "from a file", "notes.txt (2)": "from a file",
-    }  # fmt: skip
+        "text 1": "a text\nof its own",
+        "notes.txt": "from a file",
+        "notes.txt (2)": "from a file",
+    }
     assert named_texts({"mine": "text"}) == {"mine": "text"}
     for nothing in ([], None, 3, "  "):
         with pytest.raises(KvtailorError):

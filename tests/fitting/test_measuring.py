@@ -67,8 +67,9 @@ def test_a_cache_that_is_not_read_is_not_believed(tmp_path):
 
 def test_a_plan_that_the_model_cannot_have_is_an_error_and_not_an_end(tmp_path):
     made = subject(layers=1)
-    bad, good = Measurer(made, tmp_path).measure([Plan.parse("table(weights=[1.0, 2.0]) + snapkv @ tokens=30"), PLAN],
-                                                 pieces(2))  # fmt: skip
+    bad, good = Measurer(made, tmp_path).measure(
+        [Plan.parse("table(weights=[1.0, 2.0]) + snapkv @ tokens=30"), PLAN], pieces(2)
+    )
     assert "layers" in bad.error and good.error is None
 
 
@@ -80,9 +81,10 @@ def test_a_plan_that_was_calibrated_on_the_texts_is_left_out(tmp_path, monkeypat
         "snapkv": (Calibrated.on("something else " * 40, name="other.safetensors", model="tiny", text_name="a.txt"),),
     }
     monkeypatch.setattr(
-        type(made), "provenance",
+        type(made),
+        "provenance",
         lambda self, contestant: next((of for name, of in files.items() if name in str(contestant.text)), ()),
-    )  # fmt: skip
+    )
     measurer = Measurer(made, tmp_path, calibrated=CalibratedHere([story]))
     of_it, other = measurer.measure([Plan.parse("kivi(bits=2, recent=32)"), PLAN], pieces(2))
     assert "artefact.safetensors was made from notes.txt" in of_it.error and other.error is None

@@ -20,8 +20,9 @@ CONTEXT = 96
 
 @pytest.fixture(autouse=True)
 def same_versions(monkeypatch):
-    monkeypatch.setattr(machine, "versions", lambda: dict.fromkeys(("python", "torch", "transformers", "kvtailor",
-                                                                    "commit"), "1"))  # fmt: skip
+    monkeypatch.setattr(
+        machine, "versions", lambda: dict.fromkeys(("python", "torch", "transformers", "kvtailor", "commit"), "1")
+    )
 
 
 def both_stages(folder: Path, executor):
@@ -34,9 +35,15 @@ def both_stages(folder: Path, executor):
         sizer=sizer, layers=layers, scores=("snapkv(window=8)",), presets=("kivi4", "kivi2"), families=("kivi",)
     )
     found = search(
-        space, measurer, memory=int(0.5 * sizer.full), first=pieces, rest=(), trials=8, state=0,
+        space,
+        measurer,
+        memory=int(0.5 * sizer.full),
+        first=pieces,
+        rest=(),
+        trials=8,
+        state=0,
         storage=folder / "study.db",
-    )  # fmt: skip
+    )
     return layers, [(str(each.plan), each.loss) for each in found.candidates]
 
 

@@ -146,9 +146,21 @@ def test_what_the_page_is_made_of_is_in_the_wheel():
     # What is this page's alone, and what it shares with the page of a run.
     for folder, wanted in (
         ("fitting/page", {"page.js", "page.css"}),
-        ("bench/report/pages/browser", {"base.css", "pareto.css", "report.css", "sorting.js", "chart.js", "choice.js",
-                                        "report.js", "leaderboard.js", "leaderboard.css"}),
-    ):  # fmt: skip
+        (
+            "bench/report/pages/browser",
+            {
+                "base.css",
+                "pareto.css",
+                "report.css",
+                "sorting.js",
+                "chart.js",
+                "choice.js",
+                "report.js",
+                "leaderboard.js",
+                "leaderboard.css",
+            },
+        ),
+    ):
         parts = [path for path in (package / folder).iterdir() if path.is_file() and path.suffix != ".py"]
         assert {path.name for path in parts} == wanted
         assert all(any(fnmatch(f"{folder}/{path.name}", glob) for glob in globs) for path in parts)
@@ -160,9 +172,16 @@ def test_text_of_users_is_escaped():
     front = (replace(made.front[0], label=evil, origin=evil, plan=f"{evil} @ tokens=1"), *made.front[1:])
     proof = (*made.proof, replace(made.proof[2], label=evil, plan=f"{evil} @ tokens=2", families=(), error=evil))
     made = replace(
-        made, front=front, proof=proof, model=evil, notes=(evil,), sentence=evil, counts={evil: 3}, regret=evil,
+        made,
+        front=front,
+        proof=proof,
+        model=evil,
+        notes=(evil,),
+        sentence=evil,
+        counts={evil: 3},
+        regret=evil,
         layers=replace(made.layers, score=evil),
-    )  # fmt: skip
+    )
     text = page(made)
     found = read(text)
     assert found.wrong == [] and found.open == []
@@ -175,9 +194,17 @@ def test_what_was_not_measured_is_a_dash():
     made = made_fit()
     proof = tuple(replace(each, seconds=None, families=()) for each in made.proof)
     bare = replace(
-        made, proof=proof, seconds=None, layers=None, additivity=None, tokens_by_head=(), sizes=(), regret=None,
-        needed=None, notes=(),
-    )  # fmt: skip
+        made,
+        proof=proof,
+        seconds=None,
+        layers=None,
+        additivity=None,
+        tokens_by_head=(),
+        sizes=(),
+        regret=None,
+        needed=None,
+        notes=(),
+    )
     text = page(bare)
     found = read(text)
     assert found.wrong == []
@@ -203,8 +230,15 @@ def test_a_plan_without_bytes_has_a_dash_and_no_share():
 
 def test_each_part_tells_where_its_numbers_are_from():
     text = page(made_fit())
-    for name, kind in (("front", "search"), ("proof", "unseen"), ("layers", "search"), ("tokens", "unseen"),
-                       ("additivity", "search"), ("sizes", "computed"), ("engines", "documented")):  # fmt: skip
+    for name, kind in (
+        ("front", "search"),
+        ("proof", "unseen"),
+        ("layers", "search"),
+        ("tokens", "unseen"),
+        ("additivity", "search"),
+        ("sizes", "computed"),
+        ("engines", "documented"),
+    ):
         assert re.search(rf'<section id="{name}"><h2>[^<]* <span class="from {kind}">', text), name
     # The fit's own families: two of the search, one unseen, which the full cache cannot do.
     assert text.count("right answers, seen family") == 2 and "unseen family; not counted" in text
@@ -297,11 +331,22 @@ def asked(folder, text, address, widths):
     )
     (folder / "outside.html").write_text(OUTSIDE.replace("FRAMES", frames), encoding="utf-8")
     command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
-        f"--user-data-dir={folder / 'profile'}", "--window-size=2000,1000", "--virtual-time-budget=4000",
-        "--dump-dom", f"file://{folder / 'outside.html'}",
-    ]  # fmt: skip
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--hide-scrollbars",
+        f"--user-data-dir={folder / 'profile'}",
+        "--window-size=2000,1000",
+        "--virtual-time-budget=4000",
+        "--dump-dom",
+        f"file://{folder / 'outside.html'}",
+    ]
     started = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

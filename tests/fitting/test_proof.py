@@ -20,9 +20,16 @@ def plan(label, loss, *, size=100, noise=0.02, right=20, origin="layers", method
     nll = tuple(value + loss + each - middle for value, each in zip(full, drawn, strict=True))
     family = Family(name="needle", seen=False, hits=(1.0,) * right + (0.0,) * (20 - right), full=(1.0,) * 20)
     return Judged(
-        label=label, plan=label, origin=origin, bytes=size, nll=nll, full=full, families=(family,), methods=methods,
+        label=label,
+        plan=label,
+        origin=origin,
+        bytes=size,
+        nll=nll,
+        full=full,
+        families=(family,),
+        methods=methods,
         **more,
-    )  # fmt: skip
+    )
 
 
 def test_the_least_loss_is_named_where_it_is_told():
@@ -44,8 +51,9 @@ def test_of_equal_bytes_the_simpler_plan_wins():
 
 def test_an_interval_that_reaches_far_is_no_tie():
     """Noise must not let a worse plan with fewer bytes win: its interval may hold 0 and still reach past the tie."""
-    found = verdict([plan("a", 0.0), plan("b", 0.02, size=50, noise=0.3, windows=40)][:1] + [
-        plan("b", 0.012, size=50, noise=0.15)])  # fmt: skip
+    found = verdict(
+        [plan("a", 0.0), plan("b", 0.02, size=50, noise=0.3, windows=40)][:1] + [plan("b", 0.012, size=50, noise=0.15)]
+    )
     apart = found.against["b"]
     assert found.told["b"] == "not told apart" and apart.low < 0 < apart.high
     assert found.chosen.label == "a"
@@ -94,7 +102,7 @@ def test_a_dominated_plan_is_never_named():
                 right=draw.choice([20, 20, 19]),
                 noise=draw.choice([0.01, 0.1]),
                 state=state,
-            )  # fmt: skip
+            )
             for n in range(5)
         ]
         chosen = verdict(plans).chosen

@@ -20,9 +20,25 @@ from kvtailor.plan import Plan, registry
 VERSIONS = {"python": "3", "torch": "2", "transformers": "5", "kvtailor": "0", "commit": "abc"}
 # Fewer methods, for a search of seconds; the same code with all of them is tested on the embedded model.
 WITHOUT = (
-    "kvzip", "lowrank", "nuq", "minicache", "orthogonal", "channels", "pairs", "d2o", "dynamickv", "kvplugin",
-    "rolling",     "hadamard", "bit_table", "expected", "keydiff", "critical", "rocket", "chunks",
-)  # fmt: skip
+    "kvzip",
+    "lowrank",
+    "nuq",
+    "minicache",
+    "orthogonal",
+    "channels",
+    "pairs",
+    "d2o",
+    "dynamickv",
+    "kvplugin",
+    "rolling",
+    "hadamard",
+    "bit_table",
+    "expected",
+    "keydiff",
+    "critical",
+    "rocket",
+    "chunks",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +61,15 @@ def go(made, folder, *, measured=None, trials=8, state=0):
     measurer = Measurer(made, folder / "records", advance=(measured or (lambda label: None)))
     each = pieces(6, 2)
     return search(
-        space, measurer, memory=int(0.3 * space.sizer.full), first=each[:4] + each[-1:], rest=each[4:-1],
-        trials=trials, state=state, storage=folder / "study.db",
-    )  # fmt: skip
+        space,
+        measurer,
+        memory=int(0.3 * space.sizer.full),
+        first=each[:4] + each[-1:],
+        rest=each[4:-1],
+        trials=trials,
+        state=state,
+        storage=folder / "study.db",
+    )
 
 
 def outline(found):
@@ -123,9 +145,14 @@ def test_every_shipped_preset_is_in_the_space_or_saves_no_memory(made):
 
 def layer_map(score):
     return LayerMap(
-        score=score, widths=(PLAIN, 4, 2), shares=(1.0, 0.5, 0.1), pieces=1,
-        keys=((0.0, 0.01, 0.1),) * 3, values=((0.0, 0.01, 0.1),) * 3, kept=(((0.0, 0.01, 0.1),),) * 3,
-    )  # fmt: skip
+        score=score,
+        widths=(PLAIN, 4, 2),
+        shares=(1.0, 0.5, 0.1),
+        pieces=1,
+        keys=((0.0, 0.01, 0.1),) * 3,
+        values=((0.0, 0.01, 0.1),) * 3,
+        kept=(((0.0, 0.01, 0.1),),) * 3,
+    )
 
 
 def test_a_scorer_that_reads_twice_is_tried_where_its_preset_is_among_the_best(made, tmp_path):

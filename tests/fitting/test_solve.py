@@ -15,15 +15,16 @@ def tried(options, limit):
     of_layer = [
         [
             (
-                options.keys[layer, k] + options.values[layer, v] + sum(options.kept[layer, g, s] for g, s in
-                                                                        enumerate(kept)),
+                options.keys[layer, k]
+                + options.values[layer, v]
+                + sum(options.kept[layer, g, s] for g, s in enumerate(kept)),
                 sum(options.bytes[layer, k, v, s] for s in kept),
             )
             for k, v in product(range(widths), range(options.values.shape[1]))
             for kept in product(range(shares), repeat=groups)
         ]
         for layer in range(layers)
-    ]  # fmt: skip
+    ]
     sums = [(sum(loss for loss, _ in each), sum(size for _, size in each)) for each in product(*of_layer)]
     return min((loss for loss, size in sums if size <= limit), default=None)
 
@@ -56,8 +57,11 @@ def test_the_sums_of_a_choice_are_those_of_its_options():
     found = solve(options, 300.0)
     loss = size = 0.0
     for layer, (k, v, kept) in enumerate(zip(found.keys, found.values, found.kept, strict=True)):
-        loss += options.keys[layer, k] + options.values[layer, v] + sum(options.kept[layer, g, s] for g, s in
-                                                                        enumerate(kept))  # fmt: skip
+        loss += (
+            options.keys[layer, k]
+            + options.values[layer, v]
+            + sum(options.kept[layer, g, s] for g, s in enumerate(kept))
+        )
         size += sum(options.bytes[layer, k, v, s] for s in kept)
     assert (found.loss, found.bytes) == pytest.approx((loss, size))
 

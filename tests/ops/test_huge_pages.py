@@ -144,22 +144,31 @@ def test_what_autograd_follows_is_left_to_torch(advised: list[tuple[int, int]]) 
         ({"enabled": "always [madvise] never", "hpage_pmd_size": "33554432"}, ("madvise", 1 << 25)),
         ({"enabled": "nonsense", "hpage_pmd_size": "much"}, (None, None)),
         (
-            {"enabled": "always [madvise] never", "hpage_pmd_size": "2097152",
-             "hugepages-2048kB/enabled": "always [inherit] madvise never"},
+            {
+                "enabled": "always [madvise] never",
+                "hpage_pmd_size": "2097152",
+                "hugepages-2048kB/enabled": "always [inherit] madvise never",
+            },
             ("madvise", PAGE),
         ),
         (
-            {"enabled": "always madvise [never]", "hpage_pmd_size": "2097152",
-             "hugepages-2048kB/enabled": "always inherit [madvise] never"},
+            {
+                "enabled": "always madvise [never]",
+                "hpage_pmd_size": "2097152",
+                "hugepages-2048kB/enabled": "always inherit [madvise] never",
+            },
             ("madvise", PAGE),
         ),
         (
-            {"enabled": "always [madvise] never", "hpage_pmd_size": "2097152",
-             "hugepages-2048kB/enabled": "always inherit madvise [never]"},
+            {
+                "enabled": "always [madvise] never",
+                "hpage_pmd_size": "2097152",
+                "hugepages-2048kB/enabled": "always inherit madvise [never]",
+            },
             ("never", None),
         ),
     ],
-)  # fmt: skip
+)
 def test_the_setting_of_the_system_decides(
     files: dict[str, str], expected: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,10 +32,19 @@ def parts() -> list[PlainSegment]:
 def test_whole_lanes_are_what_lanes_with_owners_are() -> None:
     made = parts()
     spelt = [
-        replace(each, layout=replace(each.layout, owner=torch.arange(ROWS * HEADS), positions=torch.as_tensor(
-            each.layout.columns(CPU).expand(ROWS * HEADS, -1), dtype=torch.int32).contiguous(), start=None))
+        replace(
+            each,
+            layout=replace(
+                each.layout,
+                owner=torch.arange(ROWS * HEADS),
+                positions=torch.as_tensor(
+                    each.layout.columns(CPU).expand(ROWS * HEADS, -1), dtype=torch.int32
+                ).contiguous(),
+                start=None,
+            ),
+        )
         for each in made
-    ]  # fmt: skip
+    ]
     quick, slow = rows_of(made, None, CPU), rows_of(spelt, None, CPU)
     for name in ("columns", "address", "counts", "on_host"):
         found, wanted = getattr(quick, name), getattr(slow, name)

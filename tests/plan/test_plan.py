@@ -281,10 +281,20 @@ def test_values_fit_annotations(value: object, hint: object, wanted: object) -> 
 @pytest.mark.parametrize(
     ("value", "hint"),
     [
-        (True, int), (1, bool), (1.5, int), ("1", int), (None, int), (1, str), ("c", typing.Literal["a", "b"]),
-        ((1, 2), tuple[int]), (("a",), tuple[int, ...]), (True, float), (1, typing.Literal[True]), (3, tuple[int, ...]),
+        (True, int),
+        (1, bool),
+        (1.5, int),
+        ("1", int),
+        (None, int),
+        (1, str),
+        ("c", typing.Literal["a", "b"]),
+        ((1, 2), tuple[int]),
+        (("a",), tuple[int, ...]),
+        (True, float),
+        (1, typing.Literal[True]),
+        (3, tuple[int, ...]),
     ],
-)  # fmt: skip
+)
 def test_values_that_do_not_fit_are_refused(value: object, hint: object) -> None:
     with pytest.raises(TypeError):
         fit(value, hint)

@@ -91,11 +91,19 @@ def test_all_faults_are_said_at_once() -> None:
         "@ slak=3, tokens=2, keep=7, slack=-1"
     )
     for part in (
-        "a '+' has nothing on one side", "no method named 'snapk'", "score is named twice, random and h2o",
-        "h2o: recent must be 0 or more", "'streaming' takes no arguments", "no setting named 'slak'",
-        "adakv has no argument 'flor'", "adakv: floor must be a fraction",
-        "random: state is 'x'", "keep is 7", "there are 2 budgets, tokens and keep", "slack is -1",
-    ):  # fmt: skip
+        "a '+' has nothing on one side",
+        "no method named 'snapk'",
+        "score is named twice, random and h2o",
+        "h2o: recent must be 0 or more",
+        "'streaming' takes no arguments",
+        "no setting named 'slak'",
+        "adakv has no argument 'flor'",
+        "adakv: floor must be a fraction",
+        "random: state is 'x'",
+        "keep is 7",
+        "there are 2 budgets, tokens and keep",
+        "slack is -1",
+    ):
         assert sum(part in fault for fault in faults) == 1, (part, faults)
     assert len(faults) == 12
 
@@ -119,9 +127,13 @@ def test_the_same_faults_in_toml() -> None:
         Plan.from_toml(text)
     faults = "\n".join(caught.value.faults)
     for part in (
-        "no key named 'slak'; did you mean 'slack'", "select is 3: write a method's name", "no argument 'windw'",
-        "no method of encode named 'h2o'", "keep is 2", "2 budgets",
-    ):  # fmt: skip
+        "no key named 'slak'; did you mean 'slack'",
+        "select is 3: write a method's name",
+        "no argument 'windw'",
+        "no method of encode named 'h2o'",
+        "keep is 2",
+        "2 budgets",
+    ):
         assert part in faults
     with pytest.raises(PlanError, match="this is not TOML"):
         Plan.from_toml("score = ")

@@ -15,11 +15,34 @@ from kvtailor.plan.grammar import MOST_CHARACTERS
 
 METHODS = [name for stage in registry.stages() for name in registry.methods(stage)]
 PIECES = [
-    *"()[]{}=,+@'\"\\.- \n\t\x00\u2028\ud800é🙂", "none", "true", "inf", "-inf", "nan", "1e400", "-1", "0", "9" * 50,
-    "1_000", "0x10",
-    "tokens", "keep", "bytes", "slack", "of", "preset", "method", "[[", "]]", "...", "64MiB", "1e-5", "of=vector",
-    *METHODS, *registry.presets(),
-]  # fmt: skip
+    *"()[]{}=,+@'\"\\.- \n\t\x00\u2028\ud800é🙂",
+    "none",
+    "true",
+    "inf",
+    "-inf",
+    "nan",
+    "1e400",
+    "-1",
+    "0",
+    "9" * 50,
+    "1_000",
+    "0x10",
+    "tokens",
+    "keep",
+    "bytes",
+    "slack",
+    "of",
+    "preset",
+    "method",
+    "[[",
+    "]]",
+    "...",
+    "64MiB",
+    "1e-5",
+    "of=vector",
+    *METHODS,
+    *registry.presets(),
+]
 
 
 def lines() -> list[str]:

@@ -131,9 +131,15 @@ def test_all_faults_are_said_at_once_at_every_depth() -> None:
         "snapkv(windw=3) + shuffled(of=inverse(off=1, of=pyramid(bta=2, beta=0)), state=x, sate=2) @ tokens=99, keep=7"
     )
     parts = (
-        "snapkv has no argument 'windw'", "shuffled has no argument 'sate'", "inverse has no argument 'off'",
-        "pyramid has no argument 'bta'", "pyramid: beta must be", "shuffled: state is 'x'", "2 budgets", "keep is 7",
-    )  # fmt: skip
+        "snapkv has no argument 'windw'",
+        "shuffled has no argument 'sate'",
+        "inverse has no argument 'off'",
+        "pyramid has no argument 'bta'",
+        "pyramid: beta must be",
+        "shuffled: state is 'x'",
+        "2 budgets",
+        "keep is 7",
+    )
     for part in parts:
         assert sum(part in fault for fault in faults) == 1, (part, faults)
     assert len(faults) == len(parts)
@@ -204,8 +210,10 @@ def test_examples_are_written_as_plans_write_them(kind: type[Method]) -> None:
 
 def test_a_method_that_cannot_be_made_by_its_name_has_examples() -> None:
     assert {kind.__name__ for kind in methods_of(kvtailor.allocate, Allocator) if kind.examples} >= {
-        "Inverse", "Shuffled", "Table",
-    }  # fmt: skip
+        "Inverse",
+        "Shuffled",
+        "Table",
+    }
 
 
 @pytest.mark.parametrize(

@@ -61,14 +61,30 @@ def test_no_text_ever_raises(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e3", 1000.0), ("-.5", -0.5), ("5.", 5.0), ("+7", 7), ("1_000", 1000), ("TRUE", True), ("None", None),
-        ("inf", math.inf), ("max", "max"), ("a-b.c", "a-b.c"), ("'it is'", "it is"),
-        (r'"a\"b"', 'a"b'), ("64MiB", "64MiB"), ("[1, [2, 3],]", (1, (2, 3))), ("(1, 2)", (1, 2)), ("[]", ()),
-        ("b(y=1)", Word(name="b", arguments={"y": 1})), ("b()", Word(name="b", arguments={})),
+        ("1e3", 1000.0),
+        ("-.5", -0.5),
+        ("5.", 5.0),
+        ("+7", 7),
+        ("1_000", 1000),
+        ("TRUE", True),
+        ("None", None),
+        ("inf", math.inf),
+        ("max", "max"),
+        ("a-b.c", "a-b.c"),
+        ("'it is'", "it is"),
+        (r'"a\"b"', 'a"b'),
+        ("64MiB", "64MiB"),
+        ("[1, [2, 3],]", (1, (2, 3))),
+        ("(1, 2)", (1, 2)),
+        ("[]", ()),
+        ("b(y=1)", Word(name="b", arguments={"y": 1})),
+        ("b()", Word(name="b", arguments={})),
         ("[b ( y = [c(z=d)] ), 2]", (Word(name="b", arguments={"y": (Word(name="c", arguments={"z": "d"}),)}), 2)),
-        ('"b(y=1)"', "b(y=1)"), ('"true"', "true"), ('"a, b + c @ d)"', "a, b + c @ d)"),
+        ('"b(y=1)"', "b(y=1)"),
+        ('"true"', "true"),
+        ('"a, b + c @ d)"', "a, b + c @ d)"),
     ],
-)  # fmt: skip
+)
 def test_values(text: str, value: object) -> None:
     faults: list[str] = []
     line = read_line(f"m(x={text}) + n @ y=1", faults)
@@ -133,5 +149,10 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 def test_bare_words_are_only_written_where_they_read_back() -> None:
     assert [write_value(text) for text in ("max", "true", "None", "1x", "a b", "")] == [
-        "max", '"true"', '"None"', '"1x"', '"a b"', '""',
-    ]  # fmt: skip
+        "max",
+        '"true"',
+        '"None"',
+        '"1x"',
+        '"a b"',
+        '""',
+    ]

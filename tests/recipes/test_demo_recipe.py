@@ -245,8 +245,17 @@ def test_recall_counts_parts_in_any_order():
 
 
 def record(label, task, values):
-    return Record(run="r", started="s", model="m", label=label, plan=label, plan_hash=label, task=task, task_version=1,
-                  values=values)  # fmt: skip
+    return Record(
+        run="r",
+        started="s",
+        model="m",
+        label=label,
+        plan=label,
+        plan_hash=label,
+        task=task,
+        task_version=1,
+        values=values,
+    )
 
 
 def test_orders_are_judged_by_paired_intervals_and_broken_ones_are_found():
@@ -261,8 +270,12 @@ def test_orders_are_judged_by_paired_intervals_and_broken_ones_are_found():
     with pytest.raises(ValueError, match="'worse' on perplexity: it was not measured"):
         separate.compare([good], separate.Order("good", "worse", "perplexity"))
     with pytest.raises(ValueError, match="no room"):
-        separate.samples([record("a", "needle", None).__class__(**{**good.__dict__, "error": "no room"})], "good",
-                         "perplexity", "nll")  # fmt: skip
+        separate.samples(
+            [record("a", "needle", None).__class__(**{**good.__dict__, "error": "no room"})],
+            "good",
+            "perplexity",
+            "nll",
+        )
 
 
 def test_the_tables_have_every_plan_and_keep():

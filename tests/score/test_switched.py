@@ -69,9 +69,13 @@ def test_a_context_that_was_repeated_is_cut_by_another_score_while_decoding() ->
 def test_a_new_turn_is_a_prompt_again() -> None:
     model, (ids, _) = build("llama"), prompts((40,))
     turn = prompts((12,), state=5)[0]
-    caches = [kvtailor.cache_for(model, f"{score} @ tokens=16") for score in (
-        "switched(prompt=knorm, decoding=position)", "knorm",
-    )]  # fmt: skip
+    caches = [
+        kvtailor.cache_for(model, f"{score} @ tokens=16")
+        for score in (
+            "switched(prompt=knorm, decoding=position)",
+            "knorm",
+        )
+    ]
     for cache in caches:
         for new in (ids, turn[:, :1], turn[:, 1:]):
             model(new, **hand_cache(cache))

@@ -148,9 +148,13 @@ def test_a_turn_after_assisted_decoding_is_a_turn() -> None:
         found, cache = generated(model, plan, ids, **options)
         more = torch.cat([found.sequences, prompts((30,), state=5)[0]], 1)
         out = model.generate(
-            more, **hand_cache(cache), max_new_tokens=6, do_sample=False, return_dict_in_generate=True,
+            more,
+            **hand_cache(cache),
+            max_new_tokens=6,
+            do_sample=False,
+            return_dict_in_generate=True,
             output_logits=True,
-        )  # fmt: skip
+        )
         outcome.append((out, cache))
     (plain, held), (after, cache) = outcome
     assert torch.equal(plain.sequences, after.sequences)

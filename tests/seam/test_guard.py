@@ -264,8 +264,13 @@ def test_a_dropped_cache_is_freed_at_once(plan: str, family: str, tmp_path: Path
         cache = kvtailor.cache_for(model, plan.replace("{tmp}", str(tmp_path)))
         model.generate(ids, attention_mask=mask, **hand_cache(cache), max_new_tokens=6, do_sample=False)
         twin = copy.deepcopy(cache)
-        held = [weakref.ref(tensor) for each in (cache, twin) for state in each.engine.states
-                for entry in state.entries(0) for tensor in entry.tensors.values()]  # fmt: skip
+        held = [
+            weakref.ref(tensor)
+            for each in (cache, twin)
+            for state in each.engine.states
+            for entry in state.entries(0)
+            for tensor in entry.tensors.values()
+        ]
         alive = [weakref.ref(cache), weakref.ref(twin), weakref.ref(cache.engine), *held]
         del cache, twin
         assert [each() for each in alive if each() is not None] == []

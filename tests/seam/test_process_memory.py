@@ -65,9 +65,13 @@ def high_water() -> int:
 def grown(plan: str) -> dict[str, int]:
     """Of a cache that was filled in four pieces: what it added to the process, and what the ledger says."""
     model = model_of(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
         head_dim=128,
-    )  # fmt: skip
+    )
     ids = torch.randint(0, 64, (1, TOKENS))
     warm = kvtailor.cache_for(model, plan)
     model(ids[:, : TOKENS // 4], **hand_cache(warm), logits_to_keep=1)
@@ -82,9 +86,13 @@ def grown(plan: str) -> dict[str, int]:
 
 def peak_of_a_prompt(plan: str) -> int:
     model = model_of(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=2,
         head_dim=16,
-    )  # fmt: skip
+    )
     ids = torch.randint(0, 64, (1, PROMPT))
     model(ids[:, :256], **hand_cache(kvtailor.cache_for(model, plan)), logits_to_keep=1)
     before = high_water()
@@ -94,9 +102,13 @@ def peak_of_a_prompt(plan: str) -> int:
 
 def peak_of_a_prefill(how: dict[str, int], tokens: int = CONTEXT) -> int:
     model = model_of(
-        hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         head_dim=64,
-    )  # fmt: skip
+    )
     ids = torch.randint(0, 64, (1, tokens))
     kvtailor.prefill(model, ids[:, :400], plan="snapkv @ tokens=256", **how)
     before = high_water()

@@ -64,9 +64,12 @@ def test_a_draft_that_was_not_judged_is_no_part_of_the_text() -> None:
     cache = kvtailor.cache_for(model, SNAP)
     with pytest.raises(RuntimeError, match="of the user's"):
         model.generate(
-            REPEATED, **hand_cache(cache), prompt_lookup_num_tokens=4,
-            logits_processor=LogitsProcessorList([processor]), **GREEDY,
-        )  # fmt: skip
+            REPEATED,
+            **hand_cache(cache),
+            prompt_lookup_num_tokens=4,
+            logits_processor=LogitsProcessorList([processor]),
+            **GREEDY,
+        )
     more = torch.cat([REPEATED, prompts((10,), state=4)[0]], 1)
     for use in (lambda: model.generate(more, **hand_cache(cache), **GREEDY), lambda: cache.save("nowhere")):
         with pytest.raises(CacheMisuse, match="broken off before it had judged its last draft"):

@@ -117,9 +117,16 @@ def test_a_draft_model_and_the_hierarchy(middle: str | None) -> None:
     target = "kivi(bits=4, recent=32)"
     expected, cache = plain(model, ids, target, 28)
     found = kvtailor.generate(
-        model, ids, plan=target, draft=nearly("llama"), draft_plan="streaming @ tokens=48", middle_plan=middle,
-        gamma=5, min_gain=None, max_new_tokens=28,
-    )  # fmt: skip
+        model,
+        ids,
+        plan=target,
+        draft=nearly("llama"),
+        draft_plan="streaming @ tokens=48",
+        middle_plan=middle,
+        gamma=5,
+        min_gain=None,
+        max_new_tokens=28,
+    )
     assert torch.equal(found.sequences, expected)
     assert len(found.statistics.levels) == (1 if middle is None else 2)
     assert all(level.accepted > 0 for level in found.statistics.levels)
@@ -155,9 +162,14 @@ def test_a_refreshed_cache_is_made_of_the_whole_text() -> None:
     seen: list[int] = []
     for refresh in (None, 20):
         found = kvtailor.generate(
-            model, ids, draft_plan="retrieval(chunk=4) @ tokens=60", gamma=3, min_gain=None, refresh=refresh,
+            model,
+            ids,
+            draft_plan="retrieval(chunk=4) @ tokens=60",
+            gamma=3,
+            min_gain=None,
+            refresh=refresh,
             max_new_tokens=45,
-        )  # fmt: skip
+        )
         assert torch.equal(found.sequences, expected)
         seen.append(found.statistics.levels[0].accepted)
     assert seen[0] != seen[1]

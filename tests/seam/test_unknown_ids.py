@@ -61,11 +61,26 @@ def test_every_way_in_refuses(demo, tmp_path):
         assert re.search(SAID, str(caught.value)), name
 
 
-@pytest.mark.parametrize("words", [
-    ["run", "--prompt", TEXT[:300], "--plan", "full", "--max-new-tokens", "3"],
-    ["bench", "--plans", "full", "--tasks", "perplexity", "--windows", "2", "--context", "64", "--continuation", "16"],
-    ["calibrate", "lowrank", "--text", "TEXT"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "--prompt", TEXT[:300], "--plan", "full", "--max-new-tokens", "3"],
+        [
+            "bench",
+            "--plans",
+            "full",
+            "--tasks",
+            "perplexity",
+            "--windows",
+            "2",
+            "--context",
+            "64",
+            "--continuation",
+            "16",
+        ],
+        ["calibrate", "lowrank", "--text", "TEXT"],
+    ],
+)
 def test_every_command_refuses(words, demo, tmp_path):
     demo.model.save_pretrained(tmp_path / "model")
     demo.tokenizer.save_pretrained(tmp_path / "model")

@@ -117,7 +117,6 @@ def test_one_choice_for_all_heads_needs_one_budget_for_all_heads() -> None:
     assert parse("snapkv + adakv + chunks @ tokens=99").select == Chunks()
 
 
-
 def test_settings_and_the_papers_preset() -> None:
     published = Plan(score=SnapKV(kernel=1), select=Chunks(size=10, heads="all"), tokens=99)
     assert parse("chunkkv @ tokens=99") == published

@@ -36,9 +36,11 @@ def write_file(
     """Writes a file for a model, as if it had been made from the text `on`; `entries` replace what its head says."""
     geometry = Geometry.of(model.config)
     shapes = Shapes(
-        layers=len(geometry.compressed), q_heads=geometry.q_heads, kv_heads=geometry.kv_heads,
+        layers=len(geometry.compressed),
+        q_heads=geometry.q_heads,
+        kv_heads=geometry.kv_heads,
         head_size=geometry.head_dim,
-    )  # fmt: skip
+    )
     texts = () if on is None else (Calibrated.on(on, name=path.name, model="m", text_name="a text"),)
     head = {
         "kind": kind,

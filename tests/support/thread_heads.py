@@ -19,9 +19,19 @@ _T = TypeVar("_T")
 _PATIENCE = 30.0
 # Axis of the kv heads, or of the query heads, of what a `Held` has for each head.
 _BY_HEAD = {
-    "keys": 1, "values": 1, "positions": 1, "valid": 1, "queries": 1, "mass": 1, "sampled": 1, "previous": 1,
-    "repeated": 1, "reconstruction": 1, "log_weight": 1, "output": 0,
-}  # fmt: skip
+    "keys": 1,
+    "values": 1,
+    "positions": 1,
+    "valid": 1,
+    "queries": 1,
+    "mass": 1,
+    "sampled": 1,
+    "previous": 1,
+    "repeated": 1,
+    "reconstruction": 1,
+    "log_weight": 1,
+    "output": 0,
+}
 
 
 @dataclass

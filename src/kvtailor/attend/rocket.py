@@ -279,9 +279,18 @@ class Rocket(Attention):
         rows_of_query = query.reshape(b * heads, -1, query.shape[-1])
         bounds = carry["bounds"].flatten(0, 1) if "bounds" in carry else None
         scores = promised(
-            rows_of_query, keys, rows, scaling, bounds=bounds, size=chunk, covered=covered, channels=channels,
-            softmax=request.softmax, sinks=request.softmax.sink_rows(b, heads), loose=loose,
-        )  # fmt: skip
+            rows_of_query,
+            keys,
+            rows,
+            scaling,
+            bounds=bounds,
+            size=chunk,
+            covered=covered,
+            channels=channels,
+            softmax=request.softmax,
+            sinks=request.softmax.sink_rows(b, heads),
+            loose=loose,
+        )
         seen = rows.valid()
         if not visible.causal_only:
             row = torch.arange(b, device=device).repeat_interleave(heads)

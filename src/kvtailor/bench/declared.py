@@ -193,8 +193,11 @@ _SINGLE = {
 
 def _check_facts(facts: Mapping[str, Any], path: Path) -> None:
     """Raise where a class variable is of another type than `Task` declares: it would be misread without a word."""
-    wrong = [f"{name} is {facts[name]!r}, not {kind.__name__}" for name, kind in _SINGLE.items()
-             if name in facts and type(facts[name]) is not kind]  # fmt: skip
+    wrong = [
+        f"{name} is {facts[name]!r}, not {kind.__name__}"
+        for name, kind in _SINGLE.items()
+        if name in facts and type(facts[name]) is not kind
+    ]
     for name in ("values", "timings"):
         found = facts.get(name, ())
         if not (isinstance(found, tuple | list) and all(isinstance(each, str) for each in found)):
@@ -260,9 +263,7 @@ def _declared(body: ast.ClassDef, path: Path) -> Iterator[Declared]:
             made = _value(value, path, name)
             setting = setting_of(made)
             assert setting is not None, "`setting` declares one"
-            yield Declared(
-                name=name, default=made.default, setting=setting, option=_option(setting, annotation, path)
-            )  # fmt: skip
+            yield Declared(name=name, default=made.default, setting=setting, option=_option(setting, annotation, path))
 
 
 def _option(setting: Setting, annotation: str, path: Path) -> Option | None:

@@ -26,9 +26,18 @@ __all__ = [
 GENERATED = "generated"
 TEXTS = ("wikitext2", "c4", "pg19", GENERATED)
 FIELDS = (
-    "tokens_held", "tokens_read", "tokens_seen", "bytes_held", "bytes_full", "bytes_resident", "bytes_peak",
-    "bytes_peak_decode", "weight_bytes", "floor_seconds", "samples",
-)  # fmt: skip
+    "tokens_held",
+    "tokens_read",
+    "tokens_seen",
+    "bytes_held",
+    "bytes_full",
+    "bytes_resident",
+    "bytes_peak",
+    "bytes_peak_decode",
+    "weight_bytes",
+    "floor_seconds",
+    "samples",
+)
 """Fields of a record that a column may show."""
 SHARES = ("kept", "reduction", "compression")
 """Computed from `bytes_held` and `bytes_full`: held/full, 1 - held/full, full/held."""

@@ -235,9 +235,7 @@ class Calibrations:
             done = any(plan == contestant.hash and of is sample.scored for plan, of in self._checked)
             if contestant.calibration and not done:
                 self._checked.append((contestant.hash, sample.scored))
-                checks.check_calibration(
-                    contestant.calibration, sample.scored(), str(sample.text), whole=sample.whole
-                )  # fmt: skip
+                checks.check_calibration(contestant.calibration, sample.scored(), str(sample.text), whole=sample.whole)
 
 
 def _filled(task: Task, blank: Record, scored: Scored, wall: float) -> Record:
@@ -250,8 +248,11 @@ def _filled(task: Task, blank: Record, scored: Scored, wall: float) -> Record:
                     f"{suggest(name, names)}: add it to `metrics` of {type(task).__name__}"
                 )
     means = {metric.name: metric.mean_of for metric in task.metrics or () if metric.mean_of}
-    without = [name for name, value in scored.metrics.items() if value is not None and means.get(name, "") not in
-               {"", *scored.values}]  # fmt: skip
+    without = [
+        name
+        for name, value in scored.metrics.items()
+        if value is not None and means.get(name, "") not in {"", *scored.values}
+    ]
     if without:
         raise KvtailorError(
             f"the task {task.name!r} gives {', '.join(without)} without the values that they are declared "

@@ -60,9 +60,7 @@ def check_sums(
         )
 
 
-def _means(
-    task: str, metrics: Mapping[str, float | None], values: Mapping[str, Sequence[float]]
-) -> Mapping[str, str]:  # fmt: skip
+def _means(task: str, metrics: Mapping[str, float | None], values: Mapping[str, Sequence[float]]) -> Mapping[str, str]:
     if task != "longcontext":
         return {metric.name: metric.mean_of for metric in KINDS[task].told if metric.mean_of is not None}
     # The geometric mean of several ROUGE scores is the mean of no list.

@@ -34,9 +34,17 @@ from kvtailor.presets import FULL
 __all__ = ["Job", "contestants_of", "finished", "plan_run", "run"]
 
 _MUST_BE_EQUAL = (
-    "python", "torch", "transformers", "kvtailor", "commit", "processor", "threads", "processes", "accelerator",
+    "python",
+    "torch",
+    "transformers",
+    "kvtailor",
+    "commit",
+    "processor",
+    "threads",
+    "processes",
+    "accelerator",
     "huge_pages",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,9 +319,7 @@ def _records_of(job: Job, given: Given, steps: _Steps) -> Iterator[Record]:
     yield from _records_of_rest(job, given, steps, told, why)
 
 
-def _records_of_rest(
-    job: Job, given: Given, steps: _Steps, told: Set[str], why: str | None
-) -> Iterator[Record]:  # fmt: skip
+def _records_of_rest(job: Job, given: Given, steps: _Steps, told: Set[str], why: str | None) -> Iterator[Record]:
     """The records of plans of which a task that cannot be done gave none, and of those that are not there.
 
     A step that the job promised and had no use for is told as well.

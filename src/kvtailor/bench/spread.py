@@ -136,9 +136,14 @@ def machines_of(executor: Executor, subject: Subject) -> list[Mapping[str, objec
             found.append(outcome.value)
     if faults:
         raise KvtailorError(
-            "\n  - ".join([f"{len(faults)} machines of the cluster cannot take part: give all the same packages and "
-                           "code, or take them out", *faults])
-        )  # fmt: skip
+            "\n  - ".join(
+                [
+                    f"{len(faults)} machines of the cluster cannot take part: give all the same packages and "
+                    "code, or take them out",
+                    *faults,
+                ]
+            )
+        )
     return found
 
 
@@ -243,9 +248,13 @@ class _Spread:
     ) -> Iterator[_Cell]:
         def cell(contestants: Sequence[Contestant]) -> _Cell:
             return _Cell(
-                job=job, index=index, sample=sample, contestants=contestants,
-                blanks={each.hash: blanks[each.hash] for each in contestants}, recalled=recalled if recalls else {},
-            )  # fmt: skip
+                job=job,
+                index=index,
+                sample=sample,
+                contestants=contestants,
+                blanks={each.hash: blanks[each.hash] for each in contestants},
+                recalled=recalled if recalls else {},
+            )
 
         def apart(contestants: Sequence[Contestant]) -> list[_Cell]:
             found = [contestants[at : at + _TOGETHER] for at in range(0, len(contestants), _TOGETHER)]

@@ -86,9 +86,14 @@ def documents_of(subject: Subject, passages: Sequence[Passage], context: int, st
         length, depth = draw.randrange(context // 3, max(context - context // 8, context // 3 + 1)), draw.random()
         try:
             document = make_document(
-                kinds[index % len(kinds)], state=states[(1000 * state + index) % len(states)], split="calibration",
-                length=length, depth=depth, count_tokens=subject.count, filler=sentences or None,
-            )  # fmt: skip
+                kinds[index % len(kinds)],
+                state=states[(1000 * state + index) % len(states)],
+                split="calibration",
+                length=length,
+                depth=depth,
+                count_tokens=subject.count,
+                filler=sentences or None,
+            )
         except ValueError:
             continue
         found.append(document)

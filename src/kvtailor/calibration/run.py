@@ -130,10 +130,15 @@ def calibrate(
             with progress(maker.units(count)) as advance:
                 made = maker.measure(
                     Job(
-                        subject=subject, passages=passages, context=length, count=count, state=state,
-                        advance=advance, draft=draft,
+                        subject=subject,
+                        passages=passages,
+                        context=length,
+                        count=count,
+                        state=state,
+                        advance=advance,
+                        draft=draft,
                     )
-                )  # fmt: skip
+                )
         finally:
             if subject.stock_attention is not None:
                 subject.model.set_attn_implementation(subject.stock_attention)

@@ -257,9 +257,17 @@ def _one_run(
     with watch(*plan_run(tasks, contestants), console, works_of(tasks, contestants)) as seen, _stopped(options, seen):
         seen.begin(kept_in(options["out"]))
         records = run(
-            subject, contestants, tasks, out=options["out"], advance=seen.step, finish=_each(seen.finish, sinks.take),
-            resume=not options["again"], without=options["without"], allow=options["allow"], **spread,
-        )  # fmt: skip
+            subject,
+            contestants,
+            tasks,
+            out=options["out"],
+            advance=seen.step,
+            finish=_each(seen.finish, sinks.take),
+            resume=not options["again"],
+            without=options["without"],
+            allow=options["allow"],
+            **spread,
+        )
     seen.say_machines()
     _say_kept(begun, records, console)
     margins = margins_of(options["margin"], options["margin_points"])
@@ -313,9 +321,14 @@ def _suite(
     with watch(*prepared.size, console, works_of(prepared.jobs)) as seen, _stopped(options, seen):
         seen.begin(kept_in(options["out"]))
         records = prepared.run(
-            out=options["out"], advance=seen.step, finish=_each(seen.finish, sinks.take), resume=not options["again"],
-            without=options["without"], allow=options["allow"], **spread,
-        )  # fmt: skip
+            out=options["out"],
+            advance=seen.step,
+            finish=_each(seen.finish, sinks.take),
+            resume=not options["again"],
+            without=options["without"],
+            allow=options["allow"],
+            **spread,
+        )
     seen.say_machines()
     _say_kept(begun, records, console)
     margins = margins_of(options["margin"], options["margin_points"])

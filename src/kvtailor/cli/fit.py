@@ -35,9 +35,11 @@ _NAME = 16  # columns of a name of a plan that the others leave on a terminal of
 @click.command(cls=GroupedCommand, short_help="Find the plan that is cut to your memory, and show that it is.")
 @click.option("--model", help="'demo' (embedded), a folder, a GGUF file, or a hub name.  [demo, or that of --out]")
 @click.option(
-    "--text", "texts", multiple=True,
+    "--text",
+    "texts",
+    multiple=True,
     help="A text file like your model's work; may be given again. 'generated': made up, to try it out.",
-)  # fmt: skip
+)
 @click.option(
     "--memory",
     help="Bytes that the cache of all rows may have: 2GiB, 300KiB, or 25% of the full one in the cache's dtype.",
@@ -68,9 +70,10 @@ _NAME = 16  # columns of a name of a plan that the others leave on a terminal of
 @click.option("--no-times", is_flag=True, help="Measure no times.")
 @click.option("--state", type=click.IntRange(0), default=0, show_default=True, help="Random state of the search.")
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path),
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
     help="Folder for plan, page and records; a fit that was killed goes on there.",
-)  # fmt: skip
+)
 @share_option
 @click.option("--again", is_flag=True, help="Fit anew, though --out has a finished fit of this model.")
 @click.option(
@@ -159,14 +162,28 @@ def _fit(options: dict[str, Any], console: Console) -> dict[str, Any]:
             else:
                 texts |= named_texts([Path(name)])
         found = fit(
-            subject, texts, memory=options["memory"], bytes_per_token=options["bytes_per_token"],
-            keep_bytes=options["keep_bytes"], loss=options["loss"], points=options["points"], tpot=options["tpot"],
-            context=context, batch=options["batch"], tasks=_tasks(options["tasks"]),
-            proof_tasks=_listed(options["proof_tasks"]), without=_listed(options["without"]) or (),
-            effort=options["effort"], timed=not options["no_times"], out=options["out"], state=options["state"],
-            executor=executor, resources=resources_of_line(options["resources"] or ""), share=options["share"] == "on",
+            subject,
+            texts,
+            memory=options["memory"],
+            bytes_per_token=options["bytes_per_token"],
+            keep_bytes=options["keep_bytes"],
+            loss=options["loss"],
+            points=options["points"],
+            tpot=options["tpot"],
+            context=context,
+            batch=options["batch"],
+            tasks=_tasks(options["tasks"]),
+            proof_tasks=_listed(options["proof_tasks"]),
+            without=_listed(options["without"]) or (),
+            effort=options["effort"],
+            timed=not options["no_times"],
+            out=options["out"],
+            state=options["state"],
+            executor=executor,
+            resources=resources_of_line(options["resources"] or ""),
+            share=options["share"] == "on",
             progress=TerminalProgress(console, options["out"]),
-        )  # fmt: skip
+        )
     show(found, options["out"])
     return found.as_dict()
 
@@ -190,16 +207,24 @@ def _again(folder: Path, options: dict[str, Any], given: set[str], console: Cons
     found = Fit.load(folder)
     question, asked = found.question, found.asked
     there = {
-        "model": found.model, "context": question.context,
-        "batch": question.batch, "effort": found.effort, "state": found.state,
-        "dtype": found.dtype, "tasks": asked.get("tasks"), "proof_tasks": asked.get("proof_tasks"),
-        "without": asked.get("without"), "texts": asked.get("texts"),
-    }  # fmt: skip
+        "model": found.model,
+        "context": question.context,
+        "batch": question.batch,
+        "effort": found.effort,
+        "state": found.state,
+        "dtype": found.dtype,
+        "tasks": asked.get("tasks"),
+        "proof_tasks": asked.get("proof_tasks"),
+        "without": asked.get("without"),
+        "texts": asked.get("texts"),
+    }
     now = {
-        **options, "tasks": _tasks(options["tasks"]), "proof_tasks": _listed(options["proof_tasks"]),
+        **options,
+        "tasks": _tasks(options["tasks"]),
+        "proof_tasks": _listed(options["proof_tasks"]),
         "without": sorted(_listed(options["without"]) or ()),
         "texts": sorted("generated text" if name == "generated" else Path(name).name for name in options["texts"]),
-    }  # fmt: skip
+    }
     other = [name for name in there if name in given and now[name] != there[name]]
     if other:
         words = ", ".join("--text" if name == "texts" else f"--{name.replace('_', '-')}" for name in other)
@@ -208,12 +233,13 @@ def _again(folder: Path, options: dict[str, Any], given: set[str], console: Cons
             "--out"
         )
     limits = {
-        name: options[name] for name in ("memory", "bytes_per_token", "keep_bytes", "loss", "points", "tpot")
+        name: options[name]
+        for name in ("memory", "bytes_per_token", "keep_bytes", "loss", "points", "tpot")
         if options[name] is not None
-    }  # fmt: skip
-    same = not limits or Question.of(
-        full=found.full, context=question.context, batch=question.batch, **limits
-    ) == question  # fmt: skip
+    }
+    same = (
+        not limits or Question.of(full=found.full, context=question.context, batch=question.batch, **limits) == question
+    )
     if same:
         console.print(f"{folder} has this fit, finished (--again fits anew)", style="dim", markup=False)
         show(found, folder)
@@ -224,9 +250,14 @@ def _again(folder: Path, options: dict[str, Any], given: set[str], console: Cons
             "--again to fit anew"
         )
     answer = another_memory(
-        found, memory=options["memory"], bytes_per_token=options["bytes_per_token"], keep_bytes=options["keep_bytes"],
-        loss=options["loss"], model=options["model"], folder=folder,
-    )  # fmt: skip
+        found,
+        memory=options["memory"],
+        bytes_per_token=options["bytes_per_token"],
+        keep_bytes=options["keep_bytes"],
+        loss=options["loss"],
+        model=options["model"],
+        folder=folder,
+    )
     console.print(
         f"{folder} has a finished fit of {found.model}: answered from what it measured (--again fits anew)",
         style="dim",
@@ -268,10 +299,14 @@ def show(found: Fit, folder: Path | None) -> None:
         interval = "-" if loss.low is None or loss.high is None else f"{loss.low:+.4f} to {loss.high:+.4f}"
         told = "" if each.origin == "full" else "this one" if each is chosen else found.told.get(each.label, "")
         table.add_row(
-            Text(each.label), f"{100 * each.bytes / found.full:.1f} %", f"{loss.value:+.4f}", interval,
+            Text(each.label),
+            f"{100 * each.bytes / found.full:.1f} %",
+            f"{loss.value:+.4f}",
+            interval,
             f"{each.right} of {each.asked}" if each.asked else "-",
-            "-" if seconds is None else milliseconds(seconds), told,
-        )  # fmt: skip
+            "-" if seconds is None else milliseconds(seconds),
+            told,
+        )
     console.print(table)
     console.print()
     for note in (*([found.regret] if found.regret else []), *found.notes):
@@ -373,8 +408,12 @@ class TerminalProgress:
     def finish(self, record: Record) -> None:
         """Say what failed; the rest is counted."""
         if record.error is not None:
-            self._console.print(f"failed: {record.label}: {record.error}", style="dim", markup=False,
-                                soft_wrap=columns(err=True) is None)  # fmt: skip
+            self._console.print(
+                f"failed: {record.label}: {record.error}",
+                style="dim",
+                markup=False,
+                soft_wrap=columns(err=True) is None,
+            )
 
 
 def _about(seconds: float) -> str:

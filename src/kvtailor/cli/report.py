@@ -73,8 +73,10 @@ def write(
 
     every = read_records(folder)
     records = latest(leave_out(every, without))
-    cut = [f"A damaged last line of {file.name} was left out: its record is not in these pages." for file in
-           damaged_ends(folder)]  # fmt: skip
+    cut = [
+        f"A damaged last line of {file.name} was left out: its record is not in these pages."
+        for file in damaged_ends(folder)
+    ]
     for sentence in cut:
         say(sentence, err=True)
     if not records:

@@ -210,9 +210,13 @@ def _number(option: click.Parameter, value: float) -> float:
     "--max-new-tokens", type=click.IntRange(1), default=64, show_default=True, help="Most tokens to generate."
 )
 @click.option(
-    "--temperature", type=click.FloatRange(0, 1000), default=0.0, show_default=True, help="0: the likeliest token.",
+    "--temperature",
+    type=click.FloatRange(0, 1000),
+    default=0.0,
+    show_default=True,
+    help="0: the likeliest token.",
     callback=lambda _, option, value: _number(option, value),
-)  # fmt: skip
+)
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Random state of the sampling.")
 @click.option("--chunk", type=click.IntRange(1), help="Read so many tokens of the prompt at a time; bounds the peak.")
 @click.option(

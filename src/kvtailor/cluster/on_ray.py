@@ -236,9 +236,7 @@ class OnRay(Executor):
         machine = None if told is None else told.machine
         if told is not None and told.failure is None:
             del self._begun[number]
-            return Outcome(
-                call=begun.call, value=told.value, machine=machine, attempts=len(begun.reasons) + 1
-            )  # fmt: skip
+            return Outcome(call=begun.call, value=told.value, machine=machine, attempts=len(begun.reasons) + 1)
         where = f" (on {machine})" if machine is not None else ""
         begun.reasons.append(f"{told.failure if told is not None else _reason(error)}{where}")
         if len(begun.reasons) < ATTEMPTS:
@@ -247,7 +245,7 @@ class OnRay(Executor):
         del self._begun[number]
         return Outcome(
             call=begun.call, failure=failed_often(begun.reasons), machine=machine, attempts=len(begun.reasons)
-        )  # fmt: skip
+        )
 
     def _hopeless(self) -> Outcome | None:
         """A call that no machine could run for longer than patience allows, as one that failed."""

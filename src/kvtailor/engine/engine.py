@@ -390,10 +390,15 @@ class Engine:
         # What a decoded token would leave for no later eviction is not gathered at all.
         if self.needs.mass or deferred or not one or self._evicts_again or self._listens_to_queries:
             state.observed.evidence = observe(
-                self.needs, state.observed.evidence, self.as_evidence(query), visible.first_column, mass,
-                real=visible.real, rotation=state.model.rotation,
+                self.needs,
+                state.observed.evidence,
+                self.as_evidence(query),
+                visible.first_column,
+                mass,
+                real=visible.real,
+                rotation=state.model.rotation,
                 others=[(self.as_evidence(each.query), each.visible.first_column) for each in others],
-            )  # fmt: skip
+            )
         if not deferred:
             self._evict_and_encode(state, 1 if decoded else query.shape[2], visible)
 

@@ -133,9 +133,19 @@ class SteadyLayer:
         layouts = [own.layout for own in map(stored_sides, parts) if own is not None]
         sees = [rule_sees(each, visible, 0, 1, newest=each is layouts[-1], device=keys.device) for each in layouts]
         step = TokenStep(
-            parts, sees, keys, values, positions, query_heads=query_heads, scaling=model.scaling,
-            softcap=model.softmax.softcap, mass=mass, using=used, pages=pages, given=given,
-        )  # fmt: skip
+            parts,
+            sees,
+            keys,
+            values,
+            positions,
+            query_heads=query_heads,
+            scaling=model.scaling,
+            softcap=model.softmax.softcap,
+            mass=mass,
+            using=used,
+            pages=pages,
+            given=given,
+        )
         if not step.complete:
             state.unsteady = _weakly(segments)
             return None
@@ -179,9 +189,15 @@ class SteadyLayer:
         evidence = state.observed.evidence
         read = torch.empty(self.step.key_shape[:2], dtype=torch.int64) if self.step.chooses else None
         output, received = self.step.take(
-            query, keys, values, slot=self._length, column=self._seen, sinks=sinks, before=evidence.mass,
+            query,
+            keys,
+            values,
+            slot=self._length,
+            column=self._seen,
+            sinks=sinks,
+            before=evidence.mass,
             tokens_read=read,
-        )  # fmt: skip
+        )
         if received:
             evidence = replace(evidence, mass=received)
         if self._window:

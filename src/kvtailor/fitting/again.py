@@ -105,9 +105,14 @@ def another_memory(
     if name != found.model:
         raise KvtailorError(f"the fit that is there is of {found.model}, not of {name}: give another --out")
     question = Question.of(
-        full=found.full, context=found.question.context, batch=found.question.batch, memory=memory,
-        bytes_per_token=bytes_per_token, keep_bytes=keep_bytes, loss=loss,
-    )  # fmt: skip
+        full=found.full,
+        context=found.question.context,
+        batch=found.question.batch,
+        memory=memory,
+        bytes_per_token=bytes_per_token,
+        keep_bytes=keep_bytes,
+        loss=loss,
+    )
     if question.memory is None:
         assert loss is not None
         meeting = [each for each in found.front if each.text is not None and each.text <= loss]
@@ -119,9 +124,16 @@ def another_memory(
             )
         best = min(meeting, key=lambda each: (each.bytes, each.loss.value))
         return Again(
-            question=question, full=found.full, measured=best, resized=None, resized_bytes=None, solved=None,
-            solved_loss=None, solved_bytes=None, path=_written(best.plan, folder),
-        )  # fmt: skip
+            question=question,
+            full=found.full,
+            measured=best,
+            resized=None,
+            resized_bytes=None,
+            solved=None,
+            solved_loss=None,
+            solved_bytes=None,
+            path=_written(best.plan, folder),
+        )
     limit = question.memory
     sizer = Sizer.named(name, found.dtype, context=question.context, batch=question.batch)
     fitting = [each for each in found.front if each.bytes <= limit]
@@ -133,9 +145,14 @@ def another_memory(
     solved = None
     if found.layers is not None:
         solved = solved_plan(
-            found.layers, sizer.geometry, context=question.context, batch=question.batch, element=sizer.element,
-            memory=limit, size=sizer.most,
-        )  # fmt: skip
+            found.layers,
+            sizer.geometry,
+            context=question.context,
+            batch=question.batch,
+            element=sizer.element,
+            memory=limit,
+            size=sizer.most,
+        )
     if best_of is None and solved is None:
         least_bytes = min(found.front, key=lambda each: each.bytes)
         raise KvtailorError(

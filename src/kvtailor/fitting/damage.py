@@ -84,9 +84,7 @@ class Damage(PlanByPlan):
                 data=(full, pieces),
             )
 
-    def score(
-        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
-    ) -> Scored:  # fmt: skip
+    def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
         full, pieces = sample.data
         found: dict[str, list[float]] = {"kl": [], "nll": []}
         if any(piece.group != TEXT for piece in pieces):

@@ -51,22 +51,50 @@ EFFORTS: Mapping[str, Effort] = {
     each.name: each
     for each in (
         Effort(
-            name="quick", first=(3, 1), rest=(5, 3), widths=(8, 4, 2), shares=(0.5, 0.25, 0.1), by_head=False,
-            trials=14, front=2, levels=(0.06, 0.125, 0.25, 0.5), fitted=2, presets=2, windows=(24, 5),
+            name="quick",
+            first=(3, 1),
+            rest=(5, 3),
+            widths=(8, 4, 2),
+            shares=(0.5, 0.25, 0.1),
+            by_head=False,
+            trials=14,
+            front=2,
+            levels=(0.06, 0.125, 0.25, 0.5),
+            fitted=2,
+            presets=2,
+            windows=(24, 5),
             reads_twice=False,
         ),
         Effort(
-            name="normal", first=(4, 2), rest=(12, 6), widths=(8, 6, 4, 3, 2, 1),
-            shares=(0.75, 0.5, 0.35, 0.25, 0.125, 0.06), by_head=False, trials=48, front=2,
-            levels=(0.03, 0.06, 0.125, 0.25, 0.5), fitted=3, presets=3, windows=(100, 20),
+            name="normal",
+            first=(4, 2),
+            rest=(12, 6),
+            widths=(8, 6, 4, 3, 2, 1),
+            shares=(0.75, 0.5, 0.35, 0.25, 0.125, 0.06),
+            by_head=False,
+            trials=48,
+            front=2,
+            levels=(0.03, 0.06, 0.125, 0.25, 0.5),
+            fitted=3,
+            presets=3,
+            windows=(100, 20),
         ),
         Effort(
-            name="thorough", first=(8, 4), rest=(24, 12), widths=(8, 6, 5, 4, 3, 2, 1),
-            shares=(0.75, 0.5, 0.35, 0.25, 0.125, 0.06, 0.03), by_head=True, trials=180, front=4,
-            levels=(0.03, 0.06, 0.09, 0.125, 0.18, 0.25, 0.35, 0.5, 0.7), fitted=4, presets=4, windows=(400, 60),
+            name="thorough",
+            first=(8, 4),
+            rest=(24, 12),
+            widths=(8, 6, 5, 4, 3, 2, 1),
+            shares=(0.75, 0.5, 0.35, 0.25, 0.125, 0.06, 0.03),
+            by_head=True,
+            trials=180,
+            front=4,
+            levels=(0.03, 0.06, 0.09, 0.125, 0.18, 0.25, 0.35, 0.5, 0.7),
+            fitted=4,
+            presets=4,
+            windows=(400, 60),
         ),
     )
-}  # fmt: skip
+}
 
 
 def effort_of(name: str | Effort) -> Effort:

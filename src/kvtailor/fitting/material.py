@@ -187,7 +187,7 @@ def generated(context: int, windows: int) -> dict[str, str]:
 
 def _split_texts(
     subject: Subject, texts: Mapping[str, str], context: int, notes: list[str]
-) -> tuple[list[Piece], ProofText]:  # fmt: skip
+) -> tuple[list[Piece], ProofText]:
     """The windows of the first halves, and the second halves."""
     start = subject.start()
     stride = context + CONTINUATION - start.numel()
@@ -276,9 +276,13 @@ def _can_be_made(subject: Subject, kind: str, context: int, notes: list[str]) ->
     """Whether documents of a family fit the context; the proof's own are of other states."""
     try:
         make_document(
-            kind, state=SPLITS["calibration"].start + _STATES, split="calibration", depth=0.5,
-            length=context - subject.start().numel(), count_tokens=subject.count,
-        )  # fmt: skip
+            kind,
+            state=SPLITS["calibration"].start + _STATES,
+            split="calibration",
+            depth=0.5,
+            length=context - subject.start().numel(),
+            count_tokens=subject.count,
+        )
     except ValueError as error:
         notes.append(f"{kind} is left out of the proof: {error}.")
         return False
@@ -295,9 +299,13 @@ def _documents(subject: Subject, kind: str, context: int, count: int, notes: lis
             # Depths in an order of which each beginning is spread: 0.5, 0.0, 1.0, 0.25, 0.75 ...
             depth = (0.5, 0.0, 1.0, 0.25, 0.75, 0.1, 0.9, 0.4, 0.6)[number % 9]
             document = make_document(
-                kind, state=first + number, split="calibration", length=context - subject.start().numel(),
-                depth=depth, count_tokens=subject.count,
-            )  # fmt: skip
+                kind,
+                state=first + number,
+                split="calibration",
+                length=context - subject.start().numel(),
+                depth=depth,
+                count_tokens=subject.count,
+            )
         except ValueError as error:
             notes.append(f"{kind} is left out: {error}.")
             return []

@@ -129,7 +129,7 @@ class Measurer:
 
     def measure(
         self, plans: Sequence[Plan], pieces: Sequence[Piece], *, may_do_nothing: bool = False
-    ) -> list[Measured]:  # fmt: skip
+    ) -> list[Measured]:
         """Return what each plan does on the pieces; plans that are the same are measured once.
 
         A plan whose results fail a sanity check of the bench has an error; it would be the first to win a search.
@@ -166,9 +166,17 @@ class Measurer:
 
     def _records(self, contestants: Sequence[Contestant], task: Damage) -> list[Record]:
         return run(
-            self.subject, contestants, [task], out=self.folder, advance=self._advance, finish=self._finish,
-            bandwidth=False, executor=self._executor, resources=self._resources, judge=lambda records: None,
-        )  # fmt: skip
+            self.subject,
+            contestants,
+            [task],
+            out=self.folder,
+            advance=self._advance,
+            finish=self._finish,
+            bandwidth=False,
+            executor=self._executor,
+            resources=self._resources,
+            judge=lambda records: None,
+        )
 
 
 @contextmanager

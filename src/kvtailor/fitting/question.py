@@ -126,9 +126,14 @@ class Question:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "context": self.context, "batch": self.batch, "memory": self.memory, "loss": self.loss,
-            "points": self.points, "seconds": self.seconds, "aim": self.aim,
-        }  # fmt: skip
+            "context": self.context,
+            "batch": self.batch,
+            "memory": self.memory,
+            "loss": self.loss,
+            "points": self.points,
+            "seconds": self.seconds,
+            "aim": self.aim,
+        }
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Question:

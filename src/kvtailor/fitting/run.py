@@ -117,9 +117,16 @@ def fit(
         raise QuestionError(faults)
     sizer = Sizer.of(subject.model, context=context, batch=batch)
     question = Question.of(
-        full=sizer.full, context=context, batch=batch, memory=memory, bytes_per_token=bytes_per_token,
-        keep_bytes=keep_bytes, loss=loss, points=points, tpot=tpot,
-    )  # fmt: skip
+        full=sizer.full,
+        context=context,
+        batch=batch,
+        memory=memory,
+        bytes_per_token=bytes_per_token,
+        keep_bytes=keep_bytes,
+        loss=loss,
+        points=points,
+        tpot=tpot,
+    )
     faults = _asked_in_vain(question, tasks=tasks, proof_tasks=proof_tasks, timed=timed)
     if faults:
         raise QuestionError(faults)
@@ -142,19 +149,33 @@ def fit(
     )
     named = named_texts(texts)
     asked_for = {
-        "texts": sorted(named), "tasks": None if tasks is None else [str(each) for each in tasks],
-        "proof_tasks": None if proof_tasks is None else list(proof_tasks), "without": sorted(without),
+        "texts": sorted(named),
+        "tasks": None if tasks is None else [str(each) for each in tasks],
+        "proof_tasks": None if proof_tasks is None else list(proof_tasks),
+        "without": sorted(without),
         "stages": list(stages),
-    }  # fmt: skip
+    }
     with _folder(out) as folder:
         if out is not None and (folder / RESULT_FILE).exists():
             # Until this fit has ended there is no result here that another question could be answered from.
             os.replace(folder / RESULT_FILE, folder / f"before-{RESULT_FILE}")
         work = Fitting(
-            subject=subject, sizer=sizer, question=question, material=material, effort=asked, folder=folder,
-            state=state, without=tuple(without), stages=tuple(stages), timed=timed, executor=executor,
-            resources=resources, progress=progress or Silent(), asked=asked_for, kept=out is not None,
-        )  # fmt: skip
+            subject=subject,
+            sizer=sizer,
+            question=question,
+            material=material,
+            effort=asked,
+            folder=folder,
+            state=state,
+            without=tuple(without),
+            stages=tuple(stages),
+            timed=timed,
+            executor=executor,
+            resources=resources,
+            progress=progress or Silent(),
+            asked=asked_for,
+            kept=out is not None,
+        )
         found = replace(work.result(), seconds=time.monotonic() - begun)
         if out is not None:
             found.save(out)
@@ -164,7 +185,7 @@ def fit(
 
 def _asked_in_vain(
     question: Question, *, tasks: Sequence[str | Path] | None, proof_tasks: Sequence[str] | None, timed: bool
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Limits that nothing would be held against, whole sentences."""
     faults = []
     if question.points is not None and tasks is not None and not list(tasks) and not proof_tasks:

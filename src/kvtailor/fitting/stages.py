@@ -109,9 +109,14 @@ class Fitting:
     def measurer(self, advance: Callable[[str], None]) -> Measurer:
         """Return what measures plans, telling each piece."""
         return Measurer(
-            self.subject, self.folder / "records", executor=self.executor, resources=self.resources,
-            advance=advance, finish=self.progress.finish, calibrated=self._calibrated,
-        )  # fmt: skip
+            self.subject,
+            self.folder / "records",
+            executor=self.executor,
+            resources=self.resources,
+            advance=advance,
+            finish=self.progress.finish,
+            calibrated=self._calibrated,
+        )
 
     @cached_property
     def _calibrated(self) -> CalibratedHere:
@@ -131,9 +136,11 @@ class Fitting:
         kept = [each for each in proved if each.origin != FULL]
         fitting = small_enough(kept, self.question.memory, self.notes)
         found = verdict(
-            fast_enough(fitting, self.question.seconds, self.notes), aim=self.question.aim, loss=self.question.loss,
+            fast_enough(fitting, self.question.seconds, self.notes),
+            aim=self.question.aim,
+            loss=self.question.loss,
             points=self.question.points,
-        )  # fmt: skip
+        )
         chosen = found.chosen
         added = self._additivity(space, layers, memory)
         plan = Plan.parse(chosen.plan)
@@ -256,15 +263,18 @@ class Fitting:
             found = self.measurer(advance).measure(tried, self.first)
         able = [(each.loss, word) for each, word in zip(found, scores, strict=True) if each.error is None]
         score = min(able)[1] if able else ""
-        plans = settings(
-            self.sizer.geometry, score=score, widths=widths, shares=effort.shares, by_head=effort.by_head
-        )  # fmt: skip
+        plans = settings(self.sizer.geometry, score=score, widths=widths, shares=effort.shares, by_head=effort.by_head)
         self.counts["settings of stage 1"] = len(plans)
         with self.progress.stage(LAYERS, len(plans) * count) as advance:
             return measure_layers(
-                self.measurer(advance), self.sizer.geometry, self.first, score=score, widths=widths,
-                shares=effort.shares, by_head=effort.by_head,
-            )  # fmt: skip
+                self.measurer(advance),
+                self.sizer.geometry,
+                self.first,
+                score=score,
+                widths=widths,
+                shares=effort.shares,
+                by_head=effort.by_head,
+            )
 
     def _search(self, space: Space, memory: int) -> Searched:
         """Stage 2; without it, stage 1's plan and the presets alone."""
@@ -279,10 +289,17 @@ class Fitting:
 
         with self.progress.stage(STRUCTURE, most) as advance:
             found = search(
-                space, self.measurer(lambda label: None), memory=memory, first=self.first,
-                rest=self.every[len(self.first) :], trials=trials, state=self.state,
-                storage=self.folder / "study.db", name=self._name(memory), told=told,
-            )  # fmt: skip
+                space,
+                self.measurer(lambda label: None),
+                memory=memory,
+                first=self.first,
+                rest=self.every[len(self.first) :],
+                trials=trials,
+                state=self.state,
+                storage=self.folder / "study.db",
+                name=self._name(memory),
+                told=told,
+            )
         self.counts["trials of stage 2"] = found.trials
         if "structure" in self.stages and self.effort.slow_points and (points := slow_points(found, space)):
             total = len(points) * len(self.every)
@@ -319,9 +336,7 @@ class Fitting:
             self._close_in([each.point for each in best if not each.is_preset], space, points)
         return marked(list(points.values()))
 
-    def _close_in(
-        self, best: Sequence[Mapping[str, Any]], space: Space, points: dict[str, FrontPoint]
-    ) -> None:  # fmt: skip
+    def _close_in(self, best: Sequence[Mapping[str, Any]], space: Space, points: dict[str, FrontPoint]) -> None:
         """Where bytes are made small: measure between the fewest bytes that meet the limits and the next fewer."""
         with self.progress.stage(FEWER_BYTES, _CLOSER * len(best) * len(self.every)) as advance:
             for _ in range(_CLOSER):
@@ -433,9 +448,14 @@ class Fitting:
 
     def _stage_1_alone(self, layers: LayerMap, memory: int) -> Solved | None:
         return solved_plan(
-            layers, self.sizer.geometry, context=self.question.context, batch=self.question.batch,
-            element=self.sizer.element, memory=memory, size=self.sizer.most,
-        )  # fmt: skip
+            layers,
+            self.sizer.geometry,
+            context=self.question.context,
+            batch=self.question.batch,
+            element=self.sizer.element,
+            memory=memory,
+            size=self.sizer.most,
+        )
 
     def _proof_tasks(self) -> list[Task]:
         return proof_tasks(
@@ -453,9 +473,15 @@ class Fitting:
         everyone = [full, *contestants]
         with self.progress.stage(PROOF, plan_run(tasks, everyone)[1]) as advance, quiet():
             records = run_bench(
-                self.subject, everyone, tasks, out=self.folder / "records", advance=advance,
-                finish=self.progress.finish, executor=self.executor, resources=self.resources,
-            )  # fmt: skip
+                self.subject,
+                everyone,
+                tasks,
+                out=self.folder / "records",
+                advance=advance,
+                finish=self.progress.finish,
+                executor=self.executor,
+                resources=self.resources,
+            )
         if self.timed:
             records += self._times(contestants)
         sizes = {record.plan_hash: record.bytes_held for record in records if record.task == "perplexity"}
@@ -472,9 +498,14 @@ class Fitting:
         with self.progress.stage("time of a token", plan_run([task], contestants)[1]) as advance, quiet():
             try:
                 found = run_bench(
-                    self.subject, contestants, [task], out=self.folder / "records", advance=advance,
-                    executor=self.executor, resources=self.resources,
-                )  # fmt: skip
+                    self.subject,
+                    contestants,
+                    [task],
+                    out=self.folder / "records",
+                    advance=advance,
+                    executor=self.executor,
+                    resources=self.resources,
+                )
             except (KvtailorError, MemoryError, torch.OutOfMemoryError) as error:
                 self.notes.append(f"No times were measured: {str(error).splitlines()[0]}")
                 return []
@@ -494,8 +525,17 @@ class Fitting:
     def _name(self, memory: int) -> str:
         """The name of the study: equal for the same search."""
         pieces = hash_of(*(each for piece in self.every for each in (piece.context, piece.targets)))
-        asked = [self.subject.name, self.subject.fingerprint(), self.effort.name, memory, self.question.as_dict(),
-                 self.without, self.stages, self.state, pieces]  # fmt: skip
+        asked = [
+            self.subject.name,
+            self.subject.fingerprint(),
+            self.effort.name,
+            memory,
+            self.question.as_dict(),
+            self.without,
+            self.stages,
+            self.state,
+            pieces,
+        ]
         digest = hashlib.sha256(json.dumps(asked, default=str, sort_keys=True).encode()).hexdigest()[:12]
         return f"fit-{digest}"
 

@@ -207,10 +207,15 @@ def _fill_from_shards(cache: KvCache, files: list[_Part], model: Any) -> None:
                 continue
             # (b, h, n, d) of the model's own window.
             keys, values = (
-                torch.cat([getattr(part, side)[:, first : first + count] for part, (_, first, count)
-                           in zip(parts, saved, strict=True)], 1)
+                torch.cat(
+                    [
+                        getattr(part, side)[:, first : first + count]
+                        for part, (_, first, count) in zip(parts, saved, strict=True)
+                    ],
+                    1,
+                )
                 for side in ("keys", "values")
-            )  # fmt: skip
+            )
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values, layer.cumulative_length = keys, values, parts[0].cumulative_length
     cache.guard.real = saved[0][0].guard.real

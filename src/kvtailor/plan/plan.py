@@ -219,9 +219,7 @@ class Plan:
             named = Strong(name) if stage in words else name
             rows.append([stage, named, given or None, info.summary if info is not None else None])
         note = f"Hash {self.hash}; the plan as TOML: plan.to_toml()."
-        return html_block(
-            str(self), html_table(rows, ["stage", "method", "arguments", "what it does"]), notes=[note]
-        )  # fmt: skip
+        return html_block(str(self), html_table(rows, ["stage", "method", "arguments", "what it does"]), notes=[note])
 
     @property
     def _settings(self) -> dict[str, Any]:

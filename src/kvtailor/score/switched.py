@@ -43,9 +43,10 @@ class Switched(Scorer):
     prompt: Scorer
     decoding: Scorer
     examples: ClassVar[tuple[str, ...]] = (
-        "switched(prompt=expected, decoding=retrieval)", "switched(prompt=snapkv, decoding=h2o)",
+        "switched(prompt=expected, decoding=retrieval)",
+        "switched(prompt=snapkv, decoding=h2o)",
         "switched(prompt=kvzip, decoding=tova)",
-    )  # fmt: skip
+    )
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = None
     knows_softcap: ClassVar[bool] = True

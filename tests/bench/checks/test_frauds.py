@@ -37,26 +37,43 @@ def test_a_fraud_of_no_name_is_none():
 @pytest.mark.parametrize(
     ("name", "records"),
     [
-        ("untouched cache", lambda: bench({"liar": DummyCache(claims=20)}, [Fidelity(text=TEXT, source="t", context=200,
-                                                                                    continuation=40, windows=5)])),
-        ("one text under two names", lambda: check_records([record("a", "x", text="one", text_hash="h"),
-                                                            record("a", "y", text="two", text_hash="h")])),
+        (
+            "untouched cache",
+            lambda: bench(
+                {"liar": DummyCache(claims=20)},
+                [Fidelity(text=TEXT, source="t", context=200, continuation=40, windows=5)],
+            ),
+        ),
+        (
+            "one text under two names",
+            lambda: check_records(
+                [record("a", "x", text="one", text_hash="h"), record("a", "y", text="two", text_hash="h")]
+            ),
+        ),
         ("nominal bytes", lambda: check_records([record("a", "x", bytes_held=10, bytes_by_stage={"encode": 9})])),
         ("nominal bytes", lambda: check_records([record("a", "x", bytes_held=10, bytes_by_layer=(5, 6))])),
         ("nominal bytes", lambda: check_records([record("a", "x", bytes_held=10, bytes_closed_form=11)])),
-        ("impossible peak", lambda: check_records([record("a", "x", bytes_held=2**24, bytes_peak=2**25,
-                                                          bytes_peak_decode=2**20)])),
-        ("impossible peak", lambda: check_records([record("a", "x", bytes_held=2**24, bytes_peak=2**24,
-                                                          bytes_resident=2**24 + 2**22)])),
-        ("peak not reset", lambda: check_records([record("a", "x", bytes_held=2**24, bytes_peak=2**26,
-                                                         bytes_peak_decode=2**26)])),
-        ("impossible bytes", lambda: check_records([record("a", "x", device="cpu", bytes_held=101,
-                                                           machine={"memory_bytes": 100})])),
+        (
+            "impossible peak",
+            lambda: check_records([record("a", "x", bytes_held=2**24, bytes_peak=2**25, bytes_peak_decode=2**20)]),
+        ),
+        (
+            "impossible peak",
+            lambda: check_records([record("a", "x", bytes_held=2**24, bytes_peak=2**24, bytes_resident=2**24 + 2**22)]),
+        ),
+        (
+            "peak not reset",
+            lambda: check_records([record("a", "x", bytes_held=2**24, bytes_peak=2**26, bytes_peak_decode=2**26)]),
+        ),
+        (
+            "impossible bytes",
+            lambda: check_records([record("a", "x", device="cpu", bytes_held=101, machine={"memory_bytes": 100})]),
+        ),
         ("better than full", lambda: check_records(answers([0.0] * 20 + [1.0] * 10, [1.0] * 30))),
         ("cold side", lambda: check_records(timed(one=[10.0] + [1.0] * 4, noise=0.01))),
         ("cold side", lambda: check_records(timed(one=[2.0] * 8 + [1.0] * 8, sides=2))),
     ],
-)  # fmt: skip
+)
 def test_other_faces_of_the_same_frauds(name, records):
     with pytest.raises(Fraud) as caught:
         records()

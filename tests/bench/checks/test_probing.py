@@ -141,8 +141,19 @@ def test_a_codec_that_leaves_its_codes_out_is_caught_without_the_task_memory(who
     assert fraud.values == honest.values
 
 
-PLANS = ("h2o @ tokens=64", "kivi(bits=8)", "quest(tokens=64)", "palu", "minicache4", "kvzip @ keep=0.9", "disk + fp8",
-         "snapkv + adakv @ keep=0.99", "vector(bits=8)", "asymkv @ keep=0.5", "rocketkv")  # fmt: skip
+PLANS = (
+    "h2o @ tokens=64",
+    "kivi(bits=8)",
+    "quest(tokens=64)",
+    "palu",
+    "minicache4",
+    "kvzip @ keep=0.9",
+    "disk + fp8",
+    "snapkv + adakv @ keep=0.99",
+    "vector(bits=8)",
+    "asymkv @ keep=0.5",
+    "rocketkv",
+)
 
 
 def is_honest(subject, plan, task):
@@ -215,9 +226,10 @@ def near(values, **fields):
     common = {"tokens_seen": 100, "bytes_full": 1000, "text_hash": "h"}
     base = (3.0, 3.5, 4.0)
     moved = tuple(a + b for a, b in zip(base, values, strict=True))
-    return [record("full", "perplexity", values={"nll": base}, tokens_held=100.0, bytes_held=1000, **common),
-            record("one", "perplexity", values={"nll": moved}, tokens_held=25.0, bytes_held=250, **common,
-                   **fields)]  # fmt: skip
+    return [
+        record("full", "perplexity", values={"nll": base}, tokens_held=100.0, bytes_held=1000, **common),
+        record("one", "perplexity", values={"nll": moved}, tokens_held=25.0, bytes_held=250, **common, **fields),
+    ]
 
 
 def test_within_rounding_only_who_was_not_seen_to_read_is_accused():

@@ -228,8 +228,12 @@ def test_lost_tokens_on_an_odd_text_are_one(dtypes, with_truth, monkeypatch):
     if not with_truth:
         monkeypatch.setattr(module, "free_bytes", lambda device: 1000)
     model = Subject.load("demo", dtype=dtypes[0], cache_dtype=dtypes[1])
-    broken = Subject(name="demo", model=model.model, tokenizer=model.tokenizer,
-                     make_cache=lambda model, plan: cache_for(model, "streaming @ keep=0.5"))  # fmt: skip
+    broken = Subject(
+        name="demo",
+        model=model.model,
+        tokenizer=model.tokenizer,
+        make_cache=lambda model, plan: cache_for(model, "streaming @ keep=0.5"),
+    )
     with pytest.raises(Fraud, match="identity: .*plan 'full'"):
         run(broken, contestants_of(["full"]), [TASK], bandwidth=False)
 

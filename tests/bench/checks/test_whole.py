@@ -16,10 +16,16 @@ from kvtailor.errors import KvtailorError
 
 SIZES = {"text": "n", "source": "numbers", "context": 50, "continuation": 20, "windows": 5, "least_distinct": 0.0}
 # The last one has both a way to evict and a way to read.
-PLANS = ["streaming @ tokens=20", "snapkv(window=8) + adakv + kivi(bits=2, group=8, recent=8) @ keep=0.5",
-         "snapkv(window=8) + pyramid @ tokens=24", "h2o(recent=4) @ tokens=20", "random @ keep=0.5",
-         "rocket(tokens=16, turns=true, window=4)", "streamingllm @ tokens=20",
-         "quest(tokens=16, dense_layers=0) + random @ tokens=20"]  # fmt: skip
+PLANS = [
+    "streaming @ tokens=20",
+    "snapkv(window=8) + adakv + kivi(bits=2, group=8, recent=8) @ keep=0.5",
+    "snapkv(window=8) + pyramid @ tokens=24",
+    "h2o(recent=4) @ tokens=20",
+    "random @ keep=0.5",
+    "rocket(tokens=16, turns=true, window=4)",
+    "streamingllm @ tokens=20",
+    "quest(tokens=16, dense_layers=0) + random @ tokens=20",
+]
 
 
 def tiny(family="llama", make=None, whole=None):

@@ -77,14 +77,29 @@ def test_what_cannot_be_read_is_an_error_that_says_what_to_do(tmp_path, monkeypa
 
 
 NAMES = {
-    "longbench": ("qasper.jsonl", "qasper.json", "qasper.jsonl.gz", "qasper.json.gz", "qasper.parquet",
-                  "qasper.dev.jsonl", "qasper.first100.jsonl.gz", "longbench/qasper.test.json",
-                  "LongBench/qasper.jsonl.gz",
-                  "qasper/test.jsonl", "qasper/test.dev.jsonl", "qasper-00000-of-00001.parquet",
-                  "data/qasper/test-00000-of-00001.parquet"),
-    "zeroscrolls": ("qasper/validation.jsonl", "qasper/validation.json.gz", "zero_scrolls/qasper/validation.dev.jsonl",
-                    "qasper/validation.parquet", "qasper/qasper/validation.jsonl.gz"),
-}  # fmt: skip
+    "longbench": (
+        "qasper.jsonl",
+        "qasper.json",
+        "qasper.jsonl.gz",
+        "qasper.json.gz",
+        "qasper.parquet",
+        "qasper.dev.jsonl",
+        "qasper.first100.jsonl.gz",
+        "longbench/qasper.test.json",
+        "LongBench/qasper.jsonl.gz",
+        "qasper/test.jsonl",
+        "qasper/test.dev.jsonl",
+        "qasper-00000-of-00001.parquet",
+        "data/qasper/test-00000-of-00001.parquet",
+    ),
+    "zeroscrolls": (
+        "qasper/validation.jsonl",
+        "qasper/validation.json.gz",
+        "zero_scrolls/qasper/validation.dev.jsonl",
+        "qasper/validation.parquet",
+        "qasper/qasper/validation.jsonl.gz",
+    ),
+}
 
 
 @pytest.mark.parametrize(("benchmark", "name"), [(each, name) for each, names in NAMES.items() for name in names])

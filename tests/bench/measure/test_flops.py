@@ -37,9 +37,18 @@ def tiny(layers: int = 1) -> transformers.PreTrainedModel:
     """6 query heads, 3 kv heads of size 10: 23400 weights of a layer multiply, and 5820 in the output head."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=97, hidden_size=60, intermediate_size=70, num_hidden_layers=layers, num_attention_heads=6,
-        num_key_value_heads=3, head_dim=10, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=97,
+        hidden_size=60,
+        intermediate_size=70,
+        num_hidden_layers=layers,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=10,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
@@ -198,9 +207,17 @@ def test_of_experts_only_the_chosen_ones_count(kind: str) -> None:
     torch.manual_seed(0)
     experts = {"num_local_experts": 4} if kind == "mixtral" else {"num_experts": 4, "moe_intermediate_size": 32}
     config = transformers.AutoConfig.for_model(
-        kind, vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_experts_per_tok=2, **experts,
-    )  # fmt: skip
+        kind,
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts_per_tok=2,
+        **experts,
+    )
     # torch does not count the grouped products that are the default here.
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="batched_mm"

@@ -113,10 +113,17 @@ def test_shares_that_often_differ_keep_the_interval_of_their_mean():
     assert share([1.0] * 8).low < 0.7 and share([0.5, 1.0]).value == 0.75
 
 
-@pytest.mark.parametrize("call", [
-    lambda: hit_difference(3, 3, 5), lambda: hit_difference(0, 0, 0), lambda: share([]), lambda: share([1.2]),
-    lambda: share_difference([1.0], []), lambda: share_difference([2.0], [0.0]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: hit_difference(3, 3, 5),
+        lambda: hit_difference(0, 0, 0),
+        lambda: share([]),
+        lambda: share([1.2]),
+        lambda: share_difference([1.0], []),
+        lambda: share_difference([2.0], [0.0]),
+    ],
+)
 def test_what_is_no_share_is_refused(call):
     with pytest.raises(ValueError, match="asked for"):
         call()

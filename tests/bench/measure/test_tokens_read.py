@@ -15,8 +15,13 @@ from kvtailor.bench.tasks.needle import answer_document
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tasks.speed import Speed
 
-PLANS = ("full", "snapkv(window=4) @ tokens=20", "rocket(tokens=12, expect=8)", "quest(tokens=8, least=1)",
-         "snapkv(window=4) + rocket(tokens=12, expect=8) @ tokens=20")  # fmt: skip
+PLANS = (
+    "full",
+    "snapkv(window=4) @ tokens=20",
+    "rocket(tokens=12, expect=8)",
+    "quest(tokens=8, least=1)",
+    "snapkv(window=4) + rocket(tokens=12, expect=8) @ tokens=20",
+)
 
 
 def tiny():

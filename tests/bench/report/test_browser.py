@@ -99,11 +99,25 @@ def asked(folder, pages, *options, questions=QUESTIONS):
     )
     (folder / "outside.html").write_text(OUTSIDE.replace("FRAMES", frames), encoding="utf-8")
     command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
-        f"--user-data-dir={folder / 'profile'}", "--window-size=2000,1000", "--virtual-time-budget=3000",
-        "--enable-logging=stderr", "--v=0", *options, "--dump-dom", f"file://{folder / 'outside.html'}",
-    ]  # fmt: skip
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--hide-scrollbars",
+        f"--user-data-dir={folder / 'profile'}",
+        "--window-size=2000,1000",
+        "--virtual-time-budget=3000",
+        "--enable-logging=stderr",
+        "--v=0",
+        *options,
+        "--dump-dom",
+        f"file://{folder / 'outside.html'}",
+    ]
     started = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

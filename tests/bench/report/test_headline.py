@@ -91,8 +91,10 @@ def test_what_is_lacking_names_each_plan_once():
 
 @pytest.mark.parametrize("count", [5, 12, 28])
 def test_too_few_windows_give_no_verdict_however_quiet_they_are(count):
-    full, same = (scored(label, [1.0 + 1e-6 * i * (label == "same") for i in range(count)], size=size)
-                  for label, size in (("full", 1000), ("same", 250)))  # fmt: skip
+    full, same = (
+        scored(label, [1.0 + 1e-6 * i * (label == "same") for i in range(count)], size=size)
+        for label, size in (("full", 1000), ("same", 250))
+    )
     said = summarise([full, same]).headline
     assert said.startswith("No verdict") and "29 windows" in said and f"this run has {count}" in said
 
@@ -165,8 +167,10 @@ def test_a_record_says_which_document_a_window_is_from_and_old_ones_stay_readabl
     known = replace(one, values={**one.values, "document": tuple(names)})
     old, new = (summarise([FULL, each]).rows[1].loss for each in (one, known))
     assert new.high - new.low > 1.3 * (old.high - old.low) and new.value == old.value
-    assert any("from 10 documents" in note for note in summarise([FULL, replace(known, label="full", plan_hash="#full")
-                                                                  ]).footnotes)  # fmt: skip
+    assert any(
+        "from 10 documents" in note
+        for note in summarise([FULL, replace(known, label="full", plan_hash="#full")]).footnotes
+    )
 
 
 @pytest.mark.parametrize("margins", [{"nats": 0.0}, {"points": -1.0}, {"nats": float("nan")}])
@@ -180,8 +184,10 @@ def test_the_margin_is_an_option_and_the_headline_says_it():
     assert summarise([FULL, small]).headline.startswith("Every plan")
     said = summarise([FULL, small], Margins(nats=0.05)).headline
     assert said.startswith("small loses less than 0.05 nats per token here")
-    assert any("0.05 nats per token" in note and "Bonferroni" in note for note in summarise(
-        [FULL, small, plan("large", around(0.5, 0.004))], Margins(nats=0.05)).footnotes)  # fmt: skip
+    assert any(
+        "0.05 nats per token" in note and "Bonferroni" in note
+        for note in summarise([FULL, small, plan("large", around(0.5, 0.004))], Margins(nats=0.05)).footnotes
+    )
 
 
 def test_without_full_nothing_is_said_to_hold_no_less():
@@ -212,8 +218,10 @@ def simulation():
 @pytest.mark.parametrize("name", ["exponential", "lognormal, sigma 1.5", "all of it on one window in ten"])
 @pytest.mark.parametrize("windows", [12, 60])
 def test_eight_plans_that_lose_twice_the_margin_are_rarely_recommended(simulation, name, windows):
-    assert simulation["errors"](simulation["DRAWS"][name], mean=0.04, windows=windows, plans=8, runs=40,
-                                state=windows) <= 0.1  # fmt: skip
+    assert (
+        simulation["errors"](simulation["DRAWS"][name], mean=0.04, windows=windows, plans=8, runs=40, state=windows)
+        <= 0.1
+    )
 
 
 @pytest.mark.long

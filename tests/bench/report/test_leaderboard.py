@@ -38,8 +38,14 @@ def test_who_stands_where_and_who_is_called_worse(suite):
     assert [place.label for place in found.at(0.5)] == ["over"] and places["large"].budget is None
     text = {name: place.scores["text"].standing for name, place in places.items() if "text" in place.scores}
     assert text == {
-        "half done": LEADS, "best": WORSE, "near": WORSE, "far": WORSE, "small": FEWER, "over": LEADS, "large": None
-    }  # fmt: skip
+        "half done": LEADS,
+        "best": WORSE,
+        "near": WORSE,
+        "far": WORSE,
+        "small": FEWER,
+        "over": LEADS,
+        "large": None,
+    }
     samples = {r.plan_hash: r.values["nll"] for r in records if r.task == "perplexity"}
     leader = samples[places["half done"].plan_hash]
     assert worse_by_student(samples[places["best"].plan_hash], leader, 20)

@@ -133,10 +133,13 @@ def test_bytes_have_one_meaning_and_the_other_sizes_are_explained_where_they_sta
     part = text[text.index('<section id="bytes">') :].split("</section>")[0]
     names = re.findall(r"<dt>([^<]*)</dt>", part)
     assert "Bytes without another word are bytes held" in part and names == [
-        "tokens held, in Plans", "resident, in Memory of a fresh process",
+        "tokens held, in Plans",
+        "resident, in Memory of a fresh process",
         "peak, prefill, in Memory of a fresh process",
-        "peak, decode, in Memory of a fresh process", "memory, in What fits", "one more token, in What fits",
-    ]  # fmt: skip
+        "peak, decode, in Memory of a fresh process",
+        "memory, in What fits",
+        "one more token, in What fits",
+    ]
     few = page([each for each in whole_run() if each.task == "perplexity"])
     assert re.findall(r"<dt>([^<]*)</dt>", few) == ["tokens held, in Plans"]
 

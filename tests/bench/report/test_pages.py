@@ -92,8 +92,9 @@ def test_the_page_is_whole_and_asks_nothing_of_the_network(records):
 
 def keys_of_lines(text):
     """The key of the record in each line of the records' tables, by the line's number."""
-    return {int(number): key for number, key in
-            re.findall(r'<tr id="r(\d+)">(?:(?!</tr>).)*?<td>([0-9a-f]{16})</td>', text)}  # fmt: skip
+    return {
+        int(number): key for number, key in re.findall(r'<tr id="r(\d+)">(?:(?!</tr>).)*?<td>([0-9a-f]{16})</td>', text)
+    }
 
 
 def lines_behind(piece):
@@ -139,10 +140,19 @@ def test_every_number_of_the_main_table_leads_to_the_records_it_was_computed_fro
 def test_every_chart_that_was_asked_for_is_there():
     text = page(whole_run())
     titles = re.findall(r"<figcaption>(.*?)(?:<small>|</figcaption>)", text)
-    for title in ("Perplexity against memory", "Accuracy against memory", "Throughput against memory",
-                  "Memory against context", "Throughput against batch", "longcontext: longbench qasper",
-                  "harness: arc_challenge", "perplexity: c4, context 256", "needle: multi_value, recall",
-                  "Output error by layer", "Attention cosine by layer"):  # fmt: skip
+    for title in (
+        "Perplexity against memory",
+        "Accuracy against memory",
+        "Throughput against memory",
+        "Memory against context",
+        "Throughput against batch",
+        "longcontext: longbench qasper",
+        "harness: arc_challenge",
+        "perplexity: c4, context 256",
+        "needle: multi_value, recall",
+        "Output error by layer",
+        "Attention cosine by layer",
+    ):
         assert title in titles, (title, titles)
     for heading in ("Budget by layer and head", "Needles", "Cost", "Memory of a fresh process", "What fits"):
         assert f"<h2>{heading}</h2>" in text
@@ -253,14 +263,18 @@ def test_the_csv_has_a_row_for_each_number_with_what_it_is_of_and_its_unit():
     records = whole_run()
     rows, text = long_rows(records)
     assert text.splitlines()[0] == "model,text,point,plan,metric,unit,value,low,high,n"
-    assert all(row["model"] == "made-up" and row["unit"] and row["plan"] and float(row["value"]) is not None
-               for row in rows)  # fmt: skip
+    assert all(
+        row["model"] == "made-up" and row["unit"] and row["plan"] and float(row["value"]) is not None for row in rows
+    )
     names = [(row["text"], row["point"], row["plan"], row["metric"]) for row in rows]
     assert len(set(names)) == len(names) > 500
 
     def of(metric, plan, **point):
-        return [row for row in rows if row["metric"] == metric and row["plan"] == plan
-                and point.items() <= json.loads(row["point"]).items()]  # fmt: skip
+        return [
+            row
+            for row in rows
+            if row["metric"] == metric and row["plan"] == plan and point.items() <= json.loads(row["point"]).items()
+        ]
 
     record = next(r for r in records if r.label == "kivi(bits=4)" and r.text == "c4" and r.task == "perplexity")
     (row,) = [row for row in of("perplexity.perplexity", "kivi(bits=4)", context=256) if row["text"] == "c4"]
@@ -277,27 +291,42 @@ def test_the_csv_has_a_row_for_each_number_with_what_it_is_of_and_its_unit():
 
 
 def test_a_text_in_a_csv_is_no_formula_and_a_number_stays_one():
-    records = [replace(each, label="=cmd|' /C calc'!A0", text="@evil", model="+1") if "odd" in each.label else
-               replace(each, model="+1") for each in RECORDS]  # fmt: skip
+    records = [
+        replace(each, label="=cmd|' /C calc'!A0", text="@evil", model="+1")
+        if "odd" in each.label
+        else replace(each, model="+1")
+        for each in RECORDS
+    ]
     rows, _ = long_rows(records)
     assert {row["model"] for row in rows} == {"'+1"}
     assert any(row["plan"].startswith("'=cmd") and row["text"] == "'@evil" for row in rows)
     assert not any(value[:1] in "=@\t\r" for row in rows for value in row.values() if value)
     assert any(float(row["low"]) < 0 for row in rows if row["low"])
-    grid = Grid(name="g", title="t", heads=("=head", "b"), plans=("-h",),
-                rows=((Cell(text="-1+1", value="-1+1"), Cell(text="-1.5", value=-1.5)),))  # fmt: skip
+    grid = Grid(
+        name="g",
+        title="t",
+        heads=("=head", "b"),
+        plans=("-h",),
+        rows=((Cell(text="-1+1", value="-1+1"), Cell(text="-1.5", value=-1.5)),),
+    )
     read = list(csv.reader(io.StringIO(as_csv(grid))))
     assert read == [["'=head", "b", "plan_hash", "records"], ["'-1+1", "-1.5", "'-h", ""]]
 
 
 @pytest.mark.parametrize("name", ["<img src=x onerror=alert(1)>", "a`<script>alert(1)</script>`", "x | <b>\n# y"])
 def test_markdown_escapes_html(name):
-    records = [replace(each, label=name, notes=(f"About {name}.",)) if "odd" in each.label else
-               replace(each, text=each.text and name) for each in RECORDS]  # fmt: skip
+    records = [
+        replace(each, label=name, notes=(f"About {name}.",))
+        if "odd" in each.label
+        else replace(each, text=each.text and name)
+        for each in RECORDS
+    ]
     found = texts(records)["report.md"]
     assert "<" not in found and "&lt;" in found and "\n# y" not in found
-    assert all(line.count(" | ") == found.split("\n\n")[1].split("\n")[0].count(" | ")
-               for line in found.split("\n\n")[1].replace(r"\|", "").split("\n")[2:])  # fmt: skip
+    assert all(
+        line.count(" | ") == found.split("\n\n")[1].split("\n")[0].count(" | ")
+        for line in found.split("\n\n")[1].replace(r"\|", "").split("\n")[2:]
+    )
 
 
 def test_latex_escapes_what_latex_reads():

@@ -47,10 +47,18 @@ def needles(label, hits):
 
 def test_fidelity_has_its_columns_and_its_sentence():
     faithful = [
-        record(label, "fidelity", point={"context": 64, "continuation": 8}, text="t.txt", samples=5, tokens_scored=40,
-               metrics={"kl": kl, "top1": top1}, values={"kl": (kl,) * 5})
+        record(
+            label,
+            "fidelity",
+            point={"context": 64, "continuation": 8},
+            text="t.txt",
+            samples=5,
+            tokens_scored=40,
+            metrics={"kl": kl, "top1": top1},
+            values={"kl": (kl,) * 5},
+        )
         for label, kl, top1 in (("full", 0.0, 1.0), ("x", 0.123, 0.875))
-    ]  # fmt: skip
+    ]
     shown = io.StringIO()
     show(summarise(faithful), Console(file=shown, width=140))
     assert "0.123" in shown.getvalue() and "87.5 %" in shown.getvalue() and "KL(full || plan)" in shown.getvalue()
@@ -127,10 +135,16 @@ def test_too_few_windows_and_nothing_measured_are_said():
 
 def test_without_perplexity_and_answers_the_headline_says_that_and_not_more():
     close = [
-        record(label, "fidelity", point={"context": 64}, metrics={"kl": kl, "top1": 1 - kl}, bytes_held=size,
-               bytes_full=1000)
+        record(
+            label,
+            "fidelity",
+            point={"context": 64},
+            metrics={"kl": kl, "top1": 1 - kl},
+            bytes_held=size,
+            bytes_full=1000,
+        )
         for label, kl, size in (("full", 0.0, 1000), ("same", 0.1, 250))
-    ]  # fmt: skip
+    ]
     said = summarise(close).headline
     assert "no perplexity and no answers" in said and "KL and top-1" in said and "Quality was not" not in said
     failed = replace(SAME, values={}, metrics={}, error="no room")
@@ -147,8 +161,10 @@ def test_the_machine_line_names_all_machines():
     lacking = [*mixed[:1], replace(SAME, machine={"processor": "one"})]
     assert "one, commit aaaaaaaaaaaa and unknown, torch 2 and unknown" in printed(lacking, 300)
     assert "unknown processor." in printed([FULL, SAME], 300)
-    cards = [replace(each, device=each_device, machine=one | {"accelerator": "card"})
-             for each, each_device in ((FULL, "cuda:0"), (SAME, "cuda:0"))]  # fmt: skip
+    cards = [
+        replace(each, device=each_device, machine=one | {"accelerator": "card"})
+        for each, each_device in ((FULL, "cuda:0"), (SAME, "cuda:0"))
+    ]
     assert "card, one, commit" in printed(cards, 300)
     assert "card" not in printed([replace(each, device="cpu") for each in cards], 300)
     assert summarise(mixed).machines["processor"] == ("one", "two")

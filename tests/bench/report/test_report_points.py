@@ -24,8 +24,12 @@ def on(text, each):
 def test_a_plan_loses_nothing_only_if_it_loses_nothing_on_every_text():
     both = [FULL, SAME, on("other.txt", FULL), on("other.txt", SAME)]
     assert summarise(both).headline.startswith("same loses less than 0.02 nats per token here at 25 %")
-    assert "of other.txt, the worst of 2" in summarise([*both[:3], on("other.txt", scored("same", [
-        a + (0.02 if i % 2 else -0.019) for i, a in enumerate(BASE)]))]).headline  # fmt: skip
+    assert (
+        "of other.txt, the worst of 2"
+        in summarise(
+            [*both[:3], on("other.txt", scored("same", [a + (0.02 if i % 2 else -0.019) for i, a in enumerate(BASE)]))]
+        ).headline
+    )
     worse = on("other.txt", replace(WORSE, label="same", plan="same", plan_hash="#same"))
     said = summarise([FULL, SAME, on("other.txt", FULL), worse]).headline
     assert said.startswith("Every plan here that saves bytes loses more than 0.02 nats per token; the mildest is same:")
@@ -61,8 +65,10 @@ def test_windows_of_a_text_are_drawn_together():
 
 
 def test_documents_of_two_texts_are_not_taken_for_one():
-    numbered = [replace(FULL, text=name, text_hash=name, values={"nll": (1.0, 1.0), "document": (0.0, 1.0)})
-                for name in ("a", "b")]  # fmt: skip
+    numbered = [
+        replace(FULL, text=name, text_hash=name, values={"nll": (1.0, 1.0), "document": (0.0, 1.0)})
+        for name in ("a", "b")
+    ]
     assert documents_over(numbered) == (0.0, 1.0, 2.0, 3.0)
     assert documents_over([*numbered[:1], on("c", replace(FULL, values={"nll": (1.0, 1.0)}))]) == (0.0, 1.0, 2.0, 2.0)
 
@@ -213,10 +219,16 @@ def test_a_task_without_numbers_for_single_samples_is_shown_and_decides_nothing(
 
 def test_what_the_model_cannot_do_shows_no_loss():
     hopeless = [
-        record(label, "longcontext", point={"benchmark": "b", "subset": "s"}, values={"score": (0.0, 3.0) * 5},
-               bytes_held=size, bytes_full=1000)
+        record(
+            label,
+            "longcontext",
+            point={"benchmark": "b", "subset": "s"},
+            values={"score": (0.0, 3.0) * 5},
+            bytes_held=size,
+            bytes_full=1000,
+        )
         for label, size in (("full", 1000), ("same", 250))
-    ]  # fmt: skip
+    ]
     summary = summarise(hopeless)
     assert summary.headline.startswith("No verdict: 'full' itself gets next to nothing right")
     assert any(note.startswith("'full' itself gets next to nothing right in b s:") for note in summary.footnotes)
@@ -256,8 +268,16 @@ def own_scale(label, task, value, size, lower=False, spread=0.001):
     """A harness record whose scores lie on a scale of the task's own."""
     values = tuple(value + spread * (i % 3 - 1) * (label != "full") - 1000 * (i == 0) for i in range(12))
     notes = ("Of it lower is better.",) if lower else ()
-    return record(label, "harness", point={"task": task}, values={"score": values}, samples=12, notes=notes,
-                  bytes_held=size, bytes_full=1000)  # fmt: skip
+    return record(
+        label,
+        "harness",
+        point={"task": task},
+        values={"score": values},
+        samples=12,
+        notes=notes,
+        bytes_held=size,
+        bytes_full=1000,
+    )
 
 
 @pytest.mark.parametrize("lower", [False, True])
@@ -267,8 +287,10 @@ def test_the_mildest_plan_is_mild_in_scores_on_their_own_scale_too(lower):
     much = own_scale("much", "odd", 500.0 + 90 * sign, 250, lower)
     little = own_scale("little", "odd", 500.0 + 3 * sign, 250, lower)
     assert f"the mildest is little: {3 * sign:+} in odd" in summarise([full, much, little]).headline
-    nats = [scored(label, [x + more for x in BASE], size=size)
-            for label, more, size in (("full", 0.0, 1000), ("much", 0.1, 250), ("little", 0.2, 250))]  # fmt: skip
+    nats = [
+        scored(label, [x + more for x in BASE], size=size)
+        for label, more, size in (("full", 0.0, 1000), ("much", 0.1, 250), ("little", 0.2, 250))
+    ]
     assert "the mildest is little" in summarise([*nats, full, much, little]).headline
     # Of two tasks the headline names the one that was lost.
     kept = [own_scale(label, "another", 7.0, 250 if label != "full" else 1000, lower) for label in ("full", "little")]
@@ -278,8 +300,11 @@ def test_the_mildest_plan_is_mild_in_scores_on_their_own_scale_too(lower):
 
 
 def test_scores_on_their_own_scale_are_explained_and_shown_finely():
-    records = [each for label, size, by in (("full", 1000, 0.0), ("x", 250, -0.02)) for each in
-               (own_scale(label, "up", 0.5 + by, size), own_scale(label, "down", 0.5 + by, size, True))]  # fmt: skip
+    records = [
+        each
+        for label, size, by in (("full", 1000, 0.0), ("x", 250, -0.02))
+        for each in (own_scale(label, "up", 0.5 + by, size), own_scale(label, "down", 0.5 + by, size, True))
+    ]
     summary = summarise(records)
     grid = quality_grid(summary.measures, summary.rows)
     assert "score for down (above 0 is worse)" in grid.note and "score for up (below 0 is worse)" in grid.note
@@ -299,8 +324,9 @@ def test_a_difference_names_the_records_of_both_sides():
         by_label = {plan.removeprefix("#"): score for plan, score in measure.scores.items()}
         full = by_label.pop("full")
         assert by_label and len(set(full.keys)) == len(full.keys)
-        assert all(s.keys[-len(full.keys) :] == full.keys and len(s.keys) == 2 * len(full.keys)
-                   for s in by_label.values())  # fmt: skip
+        assert all(
+            s.keys[-len(full.keys) :] == full.keys and len(s.keys) == 2 * len(full.keys) for s in by_label.values()
+        )
     alone = summarise([each for each in whole_run() if each.label != "full"]).measures
     assert all(len(score.keys) in (1, 6) for measure in alone for score in measure.scores.values())
 
@@ -311,9 +337,21 @@ def test_the_terminal_shows_costs_and_every_task_within_its_width(width):
     show(summarise(whole_run()), console)
     text = console.file.getvalue()
     assert all(len(line) <= width for line in text.splitlines())
-    for shown in ("tokens/s", "~9,000", "floor 0.4", "5.6 M", "3.1 k", "GFLOP/s", "3.81 MiB", "2.38 MiB", "batch fits",
-                  "qasper", "arc_challenge", "Not in this kvtailor yet",
-                  "rankkv @ keep=0.25: the score method"):  # fmt: skip
+    for shown in (
+        "tokens/s",
+        "~9,000",
+        "floor 0.4",
+        "5.6 M",
+        "3.1 k",
+        "GFLOP/s",
+        "3.81 MiB",
+        "2.38 MiB",
+        "batch fits",
+        "qasper",
+        "arc_challenge",
+        "Not in this kvtailor yet",
+        "rankkv @ keep=0.25: the score method",
+    ):
         assert shown in text, shown
 
 

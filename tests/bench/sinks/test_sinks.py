@@ -32,11 +32,18 @@ EXTRAS = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(
 
 def made(label: str = "knorm @ keep=0.5", **fields: Any) -> Record:
     given = {
-        "run": "20261123-1", "started": "2026-11-23T10:00:00.000+00:00", "plan_hash": label[:6], "text": "mine",
-        "point": {"context": 64, "chunk": None}, "metrics": {"nll": 2.5, "bits_per_byte": None},
-        "values": {"nll": (2.5,)}, "samples": 1, "bytes_held": 50, "bytes_full": 200,
+        "run": "20261123-1",
+        "started": "2026-11-23T10:00:00.000+00:00",
+        "plan_hash": label[:6],
+        "text": "mine",
+        "point": {"context": 64, "chunk": None},
+        "metrics": {"nll": 2.5, "bits_per_byte": None},
+        "values": {"nll": (2.5,)},
+        "samples": 1,
+        "bytes_held": 50,
+        "bytes_full": 200,
         "machine": {"torch": "2", "threads": 1, "load": 0.5},
-    }  # fmt: skip
+    }
     return record(label, "perplexity", **{**given, **fields})
 
 
@@ -217,8 +224,9 @@ def test_mlflow_gets_a_run_for_each_plan(monkeypatch):
     assert ("tag", ("run full", "error perplexity/mine/context 64", "There is no space.")) in Client.calls
     assert ("text", (f"run {one.label}", lines_of([one]), "records.jsonl")) in Client.calls
     assert [what for name, what in Client.calls if name == "end"] == [
-        (f"run {one.label}", "FINISHED"), ("run full", "FINISHED"),
-    ]  # fmt: skip
+        (f"run {one.label}", "FINISHED"),
+        ("run full", "FINISHED"),
+    ]
 
 
 def test_what_a_tracker_refuses_is_told_and_not_swallowed(monkeypatch):

@@ -41,9 +41,14 @@ rows = [
 
 def subject() -> Subject:
     config = AutoConfig.for_model(
-        "llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3, head_dim=24, num_hidden_layers=1,
+        "llama",
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=24,
+        num_hidden_layers=1,
         max_position_embeddings=512,
-    )  # fmt: skip
+    )
     return Subject(name="some/Model", model=SimpleNamespace(config=config, dtype=torch.bfloat16))
 
 
@@ -56,9 +61,7 @@ def test_a_share_becomes_the_largest_budget_whose_cache_fits(tmp_path):
     model = subject()
     found = fit_shares(suite_of(tmp_path), model).fitted["some/Model"]
     full = 2 * 3 * 24 * 63 * 2
-    assert set(found) == {
-        "knorm @ share=0.5", "snapkv(window=5) + adakv + vector(bits=4) @ share=0.3, slack=7"
-    }  # fmt: skip
+    assert set(found) == {"knorm @ share=0.5", "snapkv(window=5) + adakv + vector(bits=4) @ share=0.3, slack=7"}
     for share, plan in found.items():
         line, keep = plan.split(" @ keep=")
         keep, *rest = keep.split(", ")

@@ -163,8 +163,11 @@ def test_places_are_filled_for_each_model(tmp_path):
         table = suite.tables_for(model)[0]
         assert table.title == f"Budget {budget}"
         assert [row.labels for row in table.rows] == [
-            ("snapkv", "generated"), ("snapkv", "c4"), ("rankkv", "generated"), ("rankkv", "c4")
-        ]  # fmt: skip
+            ("snapkv", "generated"),
+            ("snapkv", "c4"),
+            ("rankkv", "generated"),
+            ("rankkv", "c4"),
+        ]
         cells = [cell for row in table.rows for cell in row.cells]
         assert {cell.plan for cell in cells[:4]} == {f"snapkv @ tokens={budget}"}
         assert [cell.against for cell in cells[:2]] == [None, "full"]

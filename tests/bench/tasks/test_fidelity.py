@@ -128,8 +128,9 @@ def test_attention_numbers_meet_those_of_transformers_own_weights(family, plan):
         held = mine.held.repeat_interleave(a.shape[0] // mine.held.shape[0], 0)[:, None]
         kept = a * held / (a * held).sum(-1, keepdim=True)
         assert found["retained_mass"][layer] == pytest.approx((a * held).sum(-1).mean().item(), abs=1e-5)
-        assert found["attention_cosine"][layer] == pytest.approx(torch.cosine_similarity(a, kept, dim=-1).mean().item(),
-                                                                 abs=1e-5)  # fmt: skip
+        assert found["attention_cosine"][layer] == pytest.approx(
+            torch.cosine_similarity(a, kept, dim=-1).mean().item(), abs=1e-5
+        )
         values = full[layer].values.repeat_interleave(held.shape[0] // mine.held.shape[0], 0)
         error = ((a - kept) @ values).norm(dim=-1) / (a @ values).norm(dim=-1)
         assert found["output_error"][layer] == pytest.approx(error.mean().item(), abs=1e-4)
@@ -138,8 +139,11 @@ def test_attention_numbers_meet_those_of_transformers_own_weights(family, plan):
 
 def test_codes_show_as_errors_of_what_is_held_and_nothing_else():
     model = build("llama")
-    plans = ["kivi(bits=2, group=8, recent=8)", "kivi(bits=8, group=8, recent=8)",
-             "kivi(key_bits=2, value_bits=8, group=8, recent=8)"]  # fmt: skip
+    plans = [
+        "kivi(bits=2, group=8, recent=8)",
+        "kivi(bits=8, group=8, recent=8)",
+        "kivi(key_bits=2, value_bits=8, group=8, recent=8)",
+    ]
     given = Subject(name="tiny", model=model, tokenizer=None)
     ids = torch.randint(3, model.config.vocab_size, (4, 90), generator=torch.Generator().manual_seed(1))
 

@@ -121,8 +121,12 @@ def test_a_plan_that_was_calibrated_on_the_questions_is_refused(subject, data):
     made = Calibrated.on(asked, name="filters", model="demo", text_name="the test split")
     full, plan = contestants_of(["snapkv @ keep=0.25"])
     with pytest.raises(Fraud, match="calibration on the evaluated text: filters"):
-        run(subject, [full, replace(plan, calibration=(made,))], [Harness(task="arc_easy", data=data, limit=4)],
-            bandwidth=False)  # fmt: skip
+        run(
+            subject,
+            [full, replace(plan, calibration=(made,))],
+            [Harness(task="arc_easy", data=data, limit=4)],
+            bandwidth=False,
+        )
 
 
 def test_what_cannot_be_asked_is_refused(subject, data):

@@ -53,8 +53,15 @@ def letters():
 
 
 def measure(model, task, text, **settings):
-    asked = task(text=text, source="t", context=CONTEXT, continuation=CONTINUATION, windows=WINDOWS,
-                 least_distinct=0.0, **settings)  # fmt: skip
+    asked = task(
+        text=text,
+        source="t",
+        context=CONTEXT,
+        continuation=CONTINUATION,
+        windows=WINDOWS,
+        least_distinct=0.0,
+        **settings,
+    )
     return run(subject(model, cut=DummyCache(keep=KEEP)), [FULL, contestant("cut")], [asked], bandwidth=False)
 
 
@@ -72,8 +79,13 @@ def test_perplexity_and_bits_of_two_fixed_distributions(chunk):
     nats = []
     for of in (FULL_P, CUT_P):
         # The prefill, which scores the first target, remembers everything under both plans.
-        nats.append([-math.log((FULL_P if place == 0 else of)[chr(target)])
-                     for _, targets in windows(text) for place, target in enumerate(targets)])  # fmt: skip
+        nats.append(
+            [
+                -math.log((FULL_P if place == 0 else of)[chr(target)])
+                for _, targets in windows(text)
+                for place, target in enumerate(targets)
+            ]
+        )
     for record, ours in zip((full, cut), nats, strict=True):
         assert record.metrics["nll"] == pytest.approx(fmean(ours), **EXACT)
         assert record.metrics["perplexity"] == pytest.approx(math.exp(fmean(ours)), **EXACT)

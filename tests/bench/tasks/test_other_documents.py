@@ -19,9 +19,18 @@ from kvtailor.errors import KvtailorError
 
 DUMMY = subject(CountingModel())
 ASKED = dict.fromkeys(OPTIONS) | {
-    "context": 64, "continuation": 16, "needles": (300,), "depths": (0.5,), "documents": 3, "kind": ("needle",),
-    "contexts": (64,), "batches": (1,), "new_tokens": (8,), "rounds": 2, "gamma": 4,
-}  # fmt: skip
+    "context": 64,
+    "continuation": 16,
+    "needles": (300,),
+    "depths": (0.5,),
+    "documents": 3,
+    "kind": ("needle",),
+    "contexts": (64,),
+    "batches": (1,),
+    "new_tokens": (8,),
+    "rounds": 2,
+    "gamma": 4,
+}
 
 
 def asked_for(kind, which, state):

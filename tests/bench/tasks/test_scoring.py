@@ -139,10 +139,16 @@ def made(suite: Suite) -> list[Record]:
             times = dict.fromkeys(("ttft", "tpot", "ttft_processor"), seconds)
             median = {"median": seconds[4], "q1": 1.0, "q3": 1.2, "left_out": 0}
             good = record(
-                contestant.label, "speed", model=MODEL, plan_hash=contestant.hash, asked=str(cell.tasks[0]),
-                values={**times, "disturbed": (0.0,) * 5}, point=dict(cell.tasks[0].settings), machine=MACHINE,
+                contestant.label,
+                "speed",
+                model=MODEL,
+                plan_hash=contestant.hash,
+                asked=str(cell.tasks[0]),
+                values={**times, "disturbed": (0.0,) * 5},
+                point=dict(cell.tasks[0].settings),
+                machine=MACHINE,
                 timings={"ttft": median, "tpot": median},
-            )  # fmt: skip
+            )
             failed = replace(good, values={}, timings={}, error="h2o was tired")
             found[plan, cell.tasks[0]] = failed if plan.startswith("h2o @") else good
     return list(found.values())

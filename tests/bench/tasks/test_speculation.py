@@ -81,9 +81,12 @@ def test_ratios_pair_the_rounds_and_leave_out_those_disturbed_on_either_side():
     own = DraftRounds(plain=[8.0, 9.0, 10.0, 11.0], disturbed=[False, True, False, False])
     level = Level(proposed=8, accepted=4, verifications=2, emitted=6)
     mine = DraftRounds(
-        plain=[4.0, 4.0, 6.0, 9.0], drafted=[2.0, 2.0, 2.0, 3.0], disturbed=[False, False, True, False],
-        identical=[1.0, 1.0, 0.0, 1.0], levels=[(level,)] * 3 + [(replace(level, accepted=8),)],
-    )  # fmt: skip
+        plain=[4.0, 4.0, 6.0, 9.0],
+        drafted=[2.0, 2.0, 2.0, 3.0],
+        disturbed=[False, False, True, False],
+        identical=[1.0, 1.0, 0.0, 1.0],
+        levels=[(level,)] * 3 + [(replace(level, accepted=8),)],
+    )
     values = mine.values(own, greedy=True)
     assert values["speed_up"] == (2.0, 2.0, 3.0) and values["speed_up_own"] == (4.0, 11 / 3)
     assert values["acceptance"] == (0.5, 0.5, 0.5, 1.0)

@@ -148,8 +148,11 @@ def test_throughput_flops_and_floors_are_the_records_own_numbers(monkeypatch):
         metrics, ttft, tpot = record.metrics, record.timings["ttft"]["median"], record.timings["tpot"]["median"]
         assert metrics["tokens_per_second"] == pytest.approx(2 / tpot, rel=1e-12)
         assert [metrics[f"flops_{name}"] for name in ("prefill", "token", "method_prefill", "method_token")] == [
-            4_000_000, 50_000.0, 1_000, 20.0
-        ]  # fmt: skip
+            4_000_000,
+            50_000.0,
+            1_000,
+            20.0,
+        ]
         assert metrics["achieved_gflops_prefill"] == pytest.approx(4_001_000 / ttft / 1e9, rel=1e-12)
         assert metrics["achieved_gflops_token"] == pytest.approx(2 * 50_020 / tpot / 1e9, rel=1e-12)
         assert metrics["floor_ttft_seconds"] == 4_000_000 / 1e10

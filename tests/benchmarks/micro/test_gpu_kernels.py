@@ -61,9 +61,15 @@ def test_all_of_it_runs(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "kvtailor int8                      relative error 5.0e-02  RED: not timed" in said
     assert said.count("RED") == 2
     assert [title.split(",")[0] for title in tables] == [
-        "grouped heads", "single heads", "Quest's pages", "ragged heads", "query blocks", "levels and small floats",
-        "appending", "packing",
-    ]  # fmt: skip
+        "grouped heads",
+        "single heads",
+        "Quest's pages",
+        "ragged heads",
+        "query blocks",
+        "levels and small floats",
+        "appending",
+        "packing",
+    ]
     grouped = {row["name"] for row in next(iter(tables.values()))}
     assert {
         "kvtailor bfloat16",

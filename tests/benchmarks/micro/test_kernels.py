@@ -25,9 +25,15 @@ def test_it_runs_and_ends_with_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.exit_code == 0, found.output
     told = json.loads(found.stdout.splitlines()[-1])
     assert {title.split(",")[0] for title in told["tables"]} == {
-        "grouped heads", "single heads", "ragged heads", "Quest's pages", "query blocks", "levels and small floats",
-        "appending", "packing",
-    }  # fmt: skip
+        "grouped heads",
+        "single heads",
+        "ragged heads",
+        "Quest's pages",
+        "query blocks",
+        "levels and small floats",
+        "appending",
+        "packing",
+    }
     (grouped,) = [rows for title, rows in told["tables"].items() if title.startswith("grouped")]
     assert {"kvtailor int8", "kvtailor kivi 2 bits", "DynamicCache + sdpa"} <= {row["name"] for row in grouped}
     assert "RED" not in found.stdout

@@ -28,9 +28,19 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_turns_begin_with_another_side_each_round() -> None:
     found = list(rounds_in_turns("abc", 3, warmup=1))
     assert found == [
-        (-1, "c"), (-1, "a"), (-1, "b"),
-        (0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a"), (2, "c"), (2, "a"), (2, "b"),
-    ]  # fmt: skip
+        (-1, "c"),
+        (-1, "a"),
+        (-1, "b"),
+        (0, "a"),
+        (0, "b"),
+        (0, "c"),
+        (1, "b"),
+        (1, "c"),
+        (1, "a"),
+        (2, "c"),
+        (2, "a"),
+        (2, "b"),
+    ]
 
 
 def test_rounds_are_added_until_all_have_enough_or_patience_ends() -> None:

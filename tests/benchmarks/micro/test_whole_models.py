@@ -34,9 +34,21 @@ def run(*words: str) -> Result:
 
 def test_it_runs_and_ends_with_json() -> None:
     found = run(
-        "--contexts", "96", "--batches", "1,2", "--prefill", "64", "--plans", "vector(bits=4)", "--tokens", "2",
-        "--rounds", "2", "--prefill-rounds", "1",
-    )  # fmt: skip
+        "--contexts",
+        "96",
+        "--batches",
+        "1,2",
+        "--prefill",
+        "64",
+        "--plans",
+        "vector(bits=4)",
+        "--tokens",
+        "2",
+        "--rounds",
+        "2",
+        "--prefill-rounds",
+        "1",
+    )
     assert found.exit_code == 0, found.output
     tables = json.loads(found.stdout.splitlines()[-1])["tables"]
     one, two = (tables[f"decode {MODEL} 96 tokens {rows} rows"] for rows in (1, 2))
@@ -62,9 +74,16 @@ def test_replayed_sides_make_as_many_tokens_and_land(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(whole, "_replayed", kept)
     bench = whole.bench(
-        model=MODEL, dtype="float32", contexts=[64], plans=["vector(bits=4)"], implementations=["reference"],
-        graphs="both", tokens=3, rounds=2, device=CPU,
-    )  # fmt: skip
+        model=MODEL,
+        dtype="float32",
+        contexts=[64],
+        plans=["vector(bits=4)"],
+        implementations=["reference"],
+        graphs="both",
+        tokens=3,
+        rounds=2,
+        device=CPU,
+    )
     (cell,) = bench.cells
     counted = []
     table = cell.measure(counted.append)
@@ -78,9 +97,16 @@ def test_replayed_sides_make_as_many_tokens_and_land(monkeypatch: pytest.MonkeyP
 
 def test_what_cannot_be_replayed_or_has_no_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = whole.bench(
-        model=MODEL, dtype="float32", contexts=[64], plans=[], implementations=["auto"], graphs="both", tokens=1,
-        rounds=1, device=CPU,
-    )  # fmt: skip
+        model=MODEL,
+        dtype="float32",
+        contexts=[64],
+        plans=[],
+        implementations=["auto"],
+        graphs="both",
+        tokens=1,
+        rounds=1,
+        device=CPU,
+    )
 
     def full(*given: object) -> None:
         raise torch.OutOfMemoryError("no")
@@ -113,9 +139,16 @@ def test_the_kernels_are_a_side(monkeypatch: pytest.MonkeyPatch) -> None:
     right = attend.attend_parts
     monkeypatch.setattr(attend, "attend_parts", lambda *given, **more: calls.append(1) or right(*given, **more))
     bench = whole.bench(
-        model=MODEL, dtype="float32", contexts=[32], plans=[], implementations=["reference", "triton"], tokens=1,
-        rounds=1, own=False, device=CPU,
-    )  # fmt: skip
+        model=MODEL,
+        dtype="float32",
+        contexts=[32],
+        plans=[],
+        implementations=["reference", "triton"],
+        tokens=1,
+        rounds=1,
+        own=False,
+        device=CPU,
+    )
     table = bench.cells[0].measure(lambda name: None)
     rows = table.rows[f"decode {MODEL} 32 tokens 1 rows"]
     assert [row["name"] for row in rows] == ["full, reference", "full, triton"]

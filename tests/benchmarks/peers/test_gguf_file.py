@@ -20,9 +20,15 @@ HEADS, KV_HEADS, SIZE = 4, 2, 8
 def llama(**fields: Any) -> Any:
     torch.manual_seed(0)
     shape = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "head_dim": SIZE, "vocab_size": 40, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": SIZE,
+        "vocab_size": 40,
+        "tie_word_embeddings": False,
+    }
     return LlamaForCausalLM(LlamaConfig(**(shape | fields))).eval()
 
 
@@ -74,9 +80,15 @@ def test_a_model_that_would_not_be_the_same_is_refused(tmp_path: Path) -> None:
         (llama(rope_parameters=scaled), "rope_type is 'linear'"),
         (llama(attention_bias=True), "attention_bias is True"),
         (llama(hidden_act="gelu"), "hidden_act is 'gelu'"),
-        (GPTNeoXForCausalLM(GPTNeoXConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1,
-                                          intermediate_size=16, vocab_size=8)), "model_type is 'gpt_neox'"),
-    ):  # fmt: skip
+        (
+            GPTNeoXForCausalLM(
+                GPTNeoXConfig(
+                    hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16, vocab_size=8
+                )
+            ),
+            "model_type is 'gpt_neox'",
+        ),
+    ):
         with pytest.raises(UnsupportedModel, match=word):
             list(llama_tensors(model))
     pytest.importorskip("gguf", reason="the package gguf is not installed")

@@ -24,8 +24,14 @@ from kvtailor.hf.versions import hand_cache
 
 REASON = missing() or (None if find_spec("gguf") else "the package gguf is not installed")
 needs_llama_cpp = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-SHAPE = {**RANDOM_SHAPES["random-llama-gqa"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+SHAPE = {
+    **RANDOM_SHAPES["random-llama-gqa"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 @pytest.fixture(scope="module")

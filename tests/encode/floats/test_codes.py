@@ -207,8 +207,10 @@ def test_a_piece_of_work_ends_where_a_run_does(monkeypatch: pytest.MonkeyPatch) 
     from kvtailor.ops.codes import floats
 
     makers: list[Callable[[Tensor], MxCodes | NvCodes]] = [
-        lambda x: NvCodes.of(x, 16, 32), lambda x: MxCodes.of(x, "e2m1", 32), lambda x: MxCodes.of(x, "e5m2", 32),
-    ]  # fmt: skip
+        lambda x: NvCodes.of(x, 16, 32),
+        lambda x: MxCodes.of(x, "e2m1", 32),
+        lambda x: MxCodes.of(x, "e5m2", 32),
+    ]
     keys = states((5, 131, 33), 6, torch.bfloat16)
     whole = [make(keys) for make in makers]
     monkeypatch.setattr(floats, "_PIECE", 33 * 40)

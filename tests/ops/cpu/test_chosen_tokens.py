@@ -98,15 +98,29 @@ def test_the_best_are_chosen_and_read(library: Library, name: str, monkeypatch: 
     bounds = chunk_bounds(keys, replace(old, on_host=covered), span) if made.covered else None
     soft = Softmax(softcap=made.cap)
     expected = promised(
-        query[:, :, 0], keys, rows, 0.2, bounds=bounds, size=span, covered=covered,
-        channels=torch.full((b * h,), made.channels), softmax=soft, sinks=sinks, loose=tokens - made.covered,
-    )  # fmt: skip
+        query[:, :, 0],
+        keys,
+        rows,
+        0.2,
+        bounds=bounds,
+        size=span,
+        covered=covered,
+        channels=torch.full((b * h,), made.channels),
+        softmax=soft,
+        sinks=sinks,
+        loose=tokens - made.covered,
+    )
     states = list(zip(keys, values, strict=True))
     assert unsuited_states(states, bounds, library) is None
     candidates = Candidates(
-        listed=None if listed is None else listed.to(torch.int32), after=made.after, tokens=tokens, bounds=bounds,
-        span=span.tolist(), channels=[made.channels] * b * h, covered=covered.tolist(),
-    )  # fmt: skip
+        listed=None if listed is None else listed.to(torch.int32),
+        after=made.after,
+        tokens=tokens,
+        bounds=bounds,
+        span=span.tolist(),
+        channels=[made.channels] * b * h,
+        covered=covered.tolist(),
+    )
     empty = torch.empty
     monkeypatch.setattr(
         choose.torch,

@@ -76,11 +76,17 @@ def test_a_file_that_does_not_load_is_none(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.parametrize(
     ("structure", "header"),
     [
-        (Side, "layouts.h"), (Call, "attention.cpp"), (Coding, "quantise.cpp"), (Map, "coordinates.h"),
-        (Offset, "offset.h"), (PartCoordinates, "step.h"), (Step, "step.h"), (Union, "step.h"),
+        (Side, "layouts.h"),
+        (Call, "attention.cpp"),
+        (Coding, "quantise.cpp"),
+        (Map, "coordinates.h"),
+        (Offset, "offset.h"),
+        (PartCoordinates, "step.h"),
+        (Step, "step.h"),
+        (Union, "step.h"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
-)  # fmt: skip
+)
 def test_structures_have_the_fields_of_their_cpp(structure: type[ctypes.Structure], header: str) -> None:
     source = (FOLDER / header).read_text(encoding="utf-8")
     name = structure.__name__.removeprefix("Part")

@@ -63,9 +63,18 @@ def test_tokens_read_the_pages_that_quest_reads(
     pages = quest.reads_steadily(2, [*parts, tail(3, buffers)]).pages
     assert pages is not None and TokenStep.unsuited([*parts, tail(3, buffers)], mass=False, pages=pages) is None
     step = TokenStep(
-        [*parts, tail(3, buffers)], [None] * (len(parts) + 1), buffers[0], buffers[1], None, query_heads=h * g,
-        scaling=0.2, softcap=softmax.softcap, mass=False, using=library, pages=pages,
-    )  # fmt: skip
+        [*parts, tail(3, buffers)],
+        [None] * (len(parts) + 1),
+        buffers[0],
+        buffers[1],
+        None,
+        query_heads=h * g,
+        scaling=0.2,
+        softcap=softmax.softcap,
+        mass=False,
+        using=library,
+        pages=pages,
+    )
     assert step.complete and step.chooses
     for i in range(3, 3 + new):
         if i == step.slots:

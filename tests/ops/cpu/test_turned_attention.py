@@ -176,9 +176,15 @@ def test_filled_slots_alone_are_read(library: Library, owned: bool) -> None:
     layout = lane_positions(4, 300) if owned else Layout(rows=1, heads=4, size=300, start=40)
     turned, query = turned_by(32, layout), torch.randn(3 if owned else 4, 3, 1, 32)
     out, lse = attend_coded(
-        query, Whole(states=keys), Whole(states=values), scaling=0.1, owner=owner, lengths=lengths, turned=turned,
+        query,
+        Whole(states=keys),
+        Whole(states=values),
+        scaling=0.1,
+        owner=owner,
+        lengths=lengths,
+        turned=turned,
         using=library,
-    )  # fmt: skip
+    )
     whole, of_lane = model_keys(keys, turned), [0, 1, 2, 3] if owner is None else owner.tolist()
     for mine in range(query.shape[0]):
         lanes = [lane for lane in range(4) if of_lane[lane] == mine]

@@ -48,10 +48,15 @@ def test_capped_logits_of_every_kind_of_side(encoding: str, new: int) -> None:
     for sees, weight in itertools.product((None, visible), (None, log_weight)):
         wanted, lse = exactly(query, keys.decode().float(), values.decode().float(), sees, weight)
         found, found_lse = attend_coded(
-            query.to(DEVICE), on_device(keys), on_device(values), scaling=0.3, softcap=CAP,
+            query.to(DEVICE),
+            on_device(keys),
+            on_device(values),
+            scaling=0.3,
+            softcap=CAP,
             visible=None if sees is None else sees.to(DEVICE),
-            log_weight=None if weight is None else weight.to(DEVICE), splits=2,
-        )  # fmt: skip
+            log_weight=None if weight is None else weight.to(DEVICE),
+            splits=2,
+        )
         allowed = bar(encoding)
         assert error(found, wanted) < allowed
         assert (found_lse.cpu() - lse).abs().max() < 3 * max(allowed, 1e-5)

@@ -158,9 +158,14 @@ def test_training_lowers_the_loss_and_agrees_with_the_teacher(maker, kind: str, 
     """On a tiny sharpened model and passages that were held out. The file is of that model, and of no other."""
     subject, told = tiny(), []
     job = Job(
-        subject=subject, passages=cut(subject, {"t": TEXT}, tokens=768, context=64), context=64, count=12, state=0,
-        advance=told.append, draft=lambda tensors: "",
-    )  # fmt: skip
+        subject=subject,
+        passages=cut(subject, {"t": TEXT}, tokens=768, context=64),
+        context=64,
+        count=12,
+        state=0,
+        advance=told.append,
+        draft=lambda tensors: "",
+    )
     made = maker(steps=300).measure(job)
     assert len(told) == maker(steps=300).units(12) == 12 + 6
     facts = made.facts["held_out"]

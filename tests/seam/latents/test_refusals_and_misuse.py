@@ -70,11 +70,27 @@ def test_every_method_of_ours_says_whether_it_is_right() -> None:
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 def test_sparse_attention_by_an_indexer_is_refused(family: str) -> None:
     config = transformers.AutoConfig.for_model(
-        family, vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8,
-        qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-        index_topk=16, index_head_dim=8, index_n_heads=2,
-    )  # fmt: skip
+        family,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        index_topk=16,
+        index_head_dim=8,
+        index_n_heads=2,
+    )
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UnsupportedModel, match="lets an indexer choose the tokens that each query sees"):
         kvtailor.cache_for(model, "full")

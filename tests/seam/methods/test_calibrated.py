@@ -147,9 +147,12 @@ def test_a_shipped_file_is_found_by_the_weights(tmp_path: Path, monkeypatch: pyt
     for state, name in enumerate(("one", "two")):
         (tmp_path / name).mkdir()
         write_file(
-            tmp_path / name / "qfilters.safetensors", "qfilters", filters_for(model, state=state),
-            build("llama", state=state), model=name,
-        )  # fmt: skip
+            tmp_path / name / "qfilters.safetensors",
+            "qfilters",
+            filters_for(model, state=state),
+            build("llama", state=state),
+            model=name,
+        )
     shipped.cache_clear()
     try:
         for state, name in enumerate(("one", "two")):

@@ -20,9 +20,15 @@ TOKENS, HEADS = 300, 2
 def tiny(size: int):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS, head_dim=size, max_position_embeddings=512,
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=size,
+        max_position_embeddings=512,
+    )
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
 
 

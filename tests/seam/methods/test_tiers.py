@@ -150,10 +150,16 @@ def test_beams_give_the_same_text(tmp_path: Path) -> None:
     model = build("llama")
     ids, mask = prompts((40, 33))
     found = [
-        model.generate(ids, attention_mask=mask, **hand_cache(kvtailor.cache_for(model, plan)), max_new_tokens=12,
-                       do_sample=False, num_beams=3)
+        model.generate(
+            ids,
+            attention_mask=mask,
+            **hand_cache(kvtailor.cache_for(model, plan)),
+            max_new_tokens=12,
+            do_sample=False,
+            num_beams=3,
+        )
         for plan in (PLANS[1], on_disk(PLANS[1], tmp_path))
-    ]  # fmt: skip
+    ]
     assert torch.equal(*found)
 
 
@@ -173,10 +179,18 @@ def test_a_plan_that_reads_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments,hits_per_step",
-    [("", 0), ("resident_layers=2", 2), ("resident_layers=2, policy=lru", 0), ("on_device_layers=2", 0),
-     ("resident_layers=5, policy=lru", 0), ("resident_layers=6, policy=lru", 6), ("resident_layers=9", 6),
-     ("resident_layers=3, policy=mru", None), ("on_device_layers=3, resident_layers=2", 2)],
-)  # fmt: skip
+    [
+        ("", 0),
+        ("resident_layers=2", 2),
+        ("resident_layers=2, policy=lru", 0),
+        ("on_device_layers=2", 0),
+        ("resident_layers=5, policy=lru", 0),
+        ("resident_layers=6, policy=lru", 6),
+        ("resident_layers=9", 6),
+        ("resident_layers=3, policy=mru", None),
+        ("on_device_layers=3, resident_layers=2", 2),
+    ],
+)
 @torch.no_grad()
 def test_hits_misses_and_bytes_are_what_arithmetic_says(
     arguments: str, hits_per_step: int | None, tmp_path: Path

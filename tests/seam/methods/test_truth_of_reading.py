@@ -141,8 +141,10 @@ def check_reading(
         mask = torch.cat([mask, mask.new_ones(token.shape)], 1)
     assert unread > 1000, "everything was read, so this test has shown nothing"
     if "turns" in plan:
-        assert all(bool(columns[mask[:, : columns.shape[-1]].bool()[:, None].expand_as(columns)].all())
-                   for columns in held.values())  # fmt: skip
+        assert all(
+            bool(columns[mask[:, : columns.shape[-1]].bool()[:, None].expand_as(columns)].all())
+            for columns in held.values()
+        )
 
 
 @torch.no_grad()

@@ -47,8 +47,11 @@ def by_layer(model: Any) -> Any:
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
-    "wrapped": wrapped, "with_forward": with_forward, "in_place": in_place, "by_layer": by_layer,
-}  # fmt: skip
+    "wrapped": wrapped,
+    "with_forward": with_forward,
+    "in_place": in_place,
+    "by_layer": by_layer,
+}
 
 
 @pytest.fixture(autouse=True)

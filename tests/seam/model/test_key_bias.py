@@ -71,6 +71,7 @@ def test_a_plan_is_warned_of_once_and_told_what_to_use() -> None:
 
 def test_where_the_bias_cannot_be_taken_off_centred_is_warned_of() -> None:
     """Angles of a dynamic rotary embedding depend on the length, so that no key tells those of others."""
+
     def dynamic(model: Any) -> Any:
         model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)

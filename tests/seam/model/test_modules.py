@@ -96,9 +96,14 @@ def test_modules_of_a_picture_encoder_are_no_attention_of_the_decoder() -> None:
 
 
 _TINY = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "intermediate_size": 32, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 32,
+    "pad_token_id": 0,
+}
 _WINDOWS = ["sliding_attention", "full_attention"] * 2
 # By family: a configuration, and for each layer that sees all whether its keys are turned.
 _SOME_UNTURNED = {

@@ -150,10 +150,8 @@ def test_a_saved_cache_is_of_its_adapter(tmp_path: Path) -> None:
 LEARNED: dict[str, Callable[[], Any]] = {
     "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
-    "p_tuning": lambda: peft.PromptEncoderConfig(
-        num_virtual_tokens=4, task_type="CAUSAL_LM", encoder_hidden_size=16
-    ),
-}  # fmt: skip
+    "p_tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=4, task_type="CAUSAL_LM", encoder_hidden_size=16),
+}
 
 
 @pytest.mark.parametrize("kind", LEARNED)

@@ -72,9 +72,13 @@ def test_the_users_model_and_random_numbers_do_not_notice(unknown: None) -> None
 def test_no_memory_is_taken_for_a_large_model(unknown: None) -> None:
     """Llama 3.1 405B has 810 GB of weights in bfloat16."""
     config = transformers.LlamaConfig(
-        hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128,
-        num_key_value_heads=8, vocab_size=128256,
-    )  # fmt: skip
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_hidden_layers=126,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
     assert probe._probe(transformers.LlamaForCausalLM, config) == probe.Attending()
 
 
@@ -176,9 +180,13 @@ def test_code_that_does_not_run_without_numbers_is_asked_by_its_source(unknown: 
 
 # What stands in `_RESTARTS` goes wrong under transformers' own cache as well, and `_TWICE_IN_WINDOWS` is about sizes.
 LISTS = {
-    "_CHANGES_STATES": geometry, "_STATES_IN_MODULES": geometry, "_ADDS_TO_LOGITS": geometry,
-    "_BY_BLOCKS": geometry, "_MASKS_BY_STATES": geometry, "_CONVOLUTIONS_ALONE": layer_shapes,
-}  # fmt: skip
+    "_CHANGES_STATES": geometry,
+    "_STATES_IN_MODULES": geometry,
+    "_ADDS_TO_LOGITS": geometry,
+    "_BY_BLOCKS": geometry,
+    "_MASKS_BY_STATES": geometry,
+    "_CONVOLUTIONS_ALONE": layer_shapes,
+}
 ENTRIES = [(name, entry) for name, module in LISTS.items() for entry in sorted(getattr(module, name))]
 
 

@@ -47,19 +47,38 @@ def refused(
 
 def dots3_note() -> transformers.PreTrainedConfig:
     return transformers.AutoConfig.for_model(
-        "dots3_note_text", **{**_TINY, "num_hidden_layers": 4}, num_key_value_heads=2, head_dim=16, kv_lora_rank=16,
-        q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, n_routed_experts=4, pad_token_id=0,
-        num_experts_per_tok=2, moe_intermediate_size=32, index_n_heads=4, index_head_dim=16, index_topk=16,
-    )  # fmt: skip
+        "dots3_note_text",
+        **{**_TINY, "num_hidden_layers": 4},
+        num_key_value_heads=2,
+        head_dim=16,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=4,
+        pad_token_id=0,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        index_n_heads=4,
+        index_head_dim=16,
+        index_topk=16,
+    )
 
 
 def blt() -> transformers.PreTrainedConfig:
     part = {**_TINY, "num_key_value_heads": 2}
     return transformers.BltConfig(
-        vocab_size=64, patch_in_forward=False, encoder_hash_byte_group_size=[2], encoder_hash_byte_group_vocab=50,
-        encoder_hash_byte_group_nb_functions=1, patcher_config=part, encoder_config={**part, "hidden_size_global": 32},
-        decoder_config={**part, "hidden_size_global": 32}, global_config=part,
-    )  # fmt: skip
+        vocab_size=64,
+        patch_in_forward=False,
+        encoder_hash_byte_group_size=[2],
+        encoder_hash_byte_group_vocab=50,
+        encoder_hash_byte_group_nb_functions=1,
+        patcher_config=part,
+        encoder_config={**part, "hidden_size_global": 32},
+        decoder_config={**part, "hidden_size_global": 32},
+        global_config=part,
+    )
 
 
 REFUSED = {
@@ -79,7 +98,7 @@ REFUSED = {
         r"BloomForCausalLM computes its attention itself \(BloomAttention\) and does not ask transformers' Attention",
     ),
     "bert": (lambda: transformers.BertConfig(**_TINY), "configured as an encoder.*set is_decoder=True"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -144,9 +163,11 @@ def test_a_prompt_that_transformers_own_forms_read_differently_is_refused() -> N
     text = {**_TINY, "model_type": "gemma", "num_key_value_heads": 1, "head_dim": 16}
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.PaliGemmaConfig(
-        text_config=text, vision_config={**vision, "image_size": 16, "patch_size": 8}, projection_dim=32,
+        text_config=text,
+        vision_config={**vision, "image_size": 16, "patch_size": 8},
+        projection_dim=32,
         image_token_index=60,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model = transformers.PaliGemmaForConditionalGeneration(config).eval()
     ids = torch.randint(3, 50, (1, 12))

@@ -172,8 +172,12 @@ def test_what_cannot_be_is_refused_before_anything_is_read(
     model, tokenizer = plain
     monkeypatch.setattr(model, "forward", None)
     given = {
-        "tokenizer": tokenizer, "context": CONTEXT, "questions": QUESTIONS, "plan": PLANS[1], "question": place
-    } | arguments  # fmt: skip
+        "tokenizer": tokenizer,
+        "context": CONTEXT,
+        "questions": QUESTIONS,
+        "plan": PLANS[1],
+        "question": place,
+    } | arguments
     with pytest.raises(error, match=said):
         kvtailor.ask(model, **given)
 

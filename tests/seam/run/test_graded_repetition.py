@@ -96,10 +96,16 @@ def test_what_is_found_is_the_definition() -> None:
 def test_a_whole_model_keeps_what_kvpress_keeps(case: dict) -> None:
     """KVgradPress over the same model, tokens and pieces: every kept set, and the scores."""
     config = LlamaConfig(
-        vocab_size=50, hidden_size=WHOLE.width, intermediate_size=96, num_hidden_layers=WHOLE.layers,
-        num_attention_heads=WHOLE.query_heads, num_key_value_heads=WHOLE.heads, head_dim=WHOLE.size,
-        max_position_embeddings=1024, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=WHOLE.width,
+        intermediate_size=96,
+        num_hidden_layers=WHOLE.layers,
+        num_attention_heads=WHOLE.query_heads,
+        num_key_value_heads=WHOLE.heads,
+        head_dim=WHOLE.size,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
     model, (ids, words) = LlamaForCausalLM(config).eval(), whole_ids()
     for name, parameter in model.named_parameters():
         parameter.data.copy_(whole_weight(name, *parameter.shape))

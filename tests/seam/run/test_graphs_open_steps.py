@@ -30,9 +30,19 @@ pytestmark = pytest.mark.usefixtures("tapes", "without_gradients")
 
 # What of the public names is the plan's, the model's or a count, and not about tokens that have come.
 OF_THE_PLAN = {
-    "geometry", "is_compileable", "layer_class_to_replicate", "lease", "offloading", "own_geometry", "plan", "replays",
-    "share", "calibrations", "forward_lease", "open_steps",
-}  # fmt: skip
+    "geometry",
+    "is_compileable",
+    "layer_class_to_replicate",
+    "lease",
+    "offloading",
+    "own_geometry",
+    "plan",
+    "replays",
+    "share",
+    "calibrations",
+    "forward_lease",
+    "open_steps",
+}
 COUNTED = {"seen", "get_seq_length", "get_query_offset"}
 # Of transformers' own caches; ours has nothing to move, to allocate or to index.
 NOT_OURS = {"prefetch", "offload", "early_initialization", "update_indexer"}
@@ -76,9 +86,14 @@ def test_every_public_name_lands_or_counts(name: str, tmp_path) -> None:
             found = found(*arguments)
         except (CacheMisuse, ValueError, AttributeError):
             assert name in {
-                "check_ids", "crop", "get_conv_state", "get_recurrent_state", "has_previous_state", "update_conv_state",
+                "check_ids",
+                "crop",
+                "get_conv_state",
+                "get_recurrent_state",
+                "has_previous_state",
+                "update_conv_state",
                 "update_recurrent_state",
-            }  # fmt: skip
+            }
     if name in OF_THE_PLAN:
         assert cache.open_steps.done == 5
         return

@@ -43,9 +43,21 @@ TIMEOUT = 540
 def launch(ranks: int, *given: str, families: Sequence[str], plans: Sequence[str], folder: Path) -> list[Any]:
     """The records of a run of `worker` in so many processes."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), worker.__file__,
-        "--families", *families, "--folder", str(folder / "models"), *given, "--plans", *plans,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        worker.__file__,
+        "--families",
+        *families,
+        "--folder",
+        str(folder / "models"),
+        *given,
+        "--plans",
+        *plans,
+    ]
     told = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     ended = subprocess.run(command, cwd=ROOT, env=told, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]

@@ -32,9 +32,16 @@ from tests.support.seam.zoo import build, prompts
 def met(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two processes met."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", troubles.__file__,
-        "--folder", str(tmp_path_factory.mktemp("troubles")),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        troubles.__file__,
+        "--folder",
+        str(tmp_path_factory.mktemp("troubles")),
+    ]
     told = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     ended = subprocess.run(command, cwd=ROOT, env=told, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]

@@ -27,10 +27,16 @@ from kvtailor.plan import registry
 from tests.support.seam.zoo import VOCABULARY, held_columns, prompts
 
 _SHAPE = {
-    "vocab_size": VOCABULARY + 1, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-    "num_attention_heads": 16, "max_position_embeddings": 1024, "pad_token_id": 0, "bos_token_id": 1,
+    "vocab_size": VOCABULARY + 1,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
     "eos_token_id": None,
-}  # fmt: skip
+}
 _GROUPED = {"num_key_value_heads": 8, "head_dim": 16}
 _LAYERS = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
 LENGTHS = (170, 163, 90)
@@ -134,9 +140,16 @@ def begun(model: Any, plan: str) -> tuple[Any, Tensor, Tensor, Tensor]:
 def continued(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens after some more, their mask, and the logits of the new ones."""
     out = model.generate(
-        ids, attention_mask=mask, **hand_cache(cache), max_new_tokens=NEW, do_sample=False,
-        return_dict_in_generate=True, output_logits=True, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        ids,
+        attention_mask=mask,
+        **hand_cache(cache),
+        max_new_tokens=NEW,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return out.sequences, torch.nn.functional.pad(mask, (0, NEW), value=1), torch.stack(out.logits, 1)
 
 

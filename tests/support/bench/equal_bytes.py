@@ -69,9 +69,15 @@ rows = [{ Plan = "best again", plan = "knorm @ share=0.25" }]
 """
 # Share of the bytes, mean loss in nats, and how many of 20 easy answers are right.
 PLANS = {
-    "full": (1.0, 0.0, 20), "best": (0.255, 0.05, 18), "near": (0.249, 0.055, 17), "far": (0.25, 0.4, 3),
-    "small": (0.2, 0.4, 3), "over": (0.2551, 0.01, 20), "large": (0.9, 0.0, 20), "half done": (0.25, 0.01, 20),
-}  # fmt: skip
+    "full": (1.0, 0.0, 20),
+    "best": (0.255, 0.05, 18),
+    "near": (0.249, 0.055, 17),
+    "far": (0.25, 0.4, 3),
+    "small": (0.2, 0.4, 3),
+    "over": (0.2551, 0.01, 20),
+    "large": (0.9, 0.0, 20),
+    "half done": (0.25, 0.01, 20),
+}
 MODEL = {"model": "made-up", "parameters": 6_000_000}
 
 
@@ -88,8 +94,13 @@ def records_of(suite):
     base = [chance.uniform(2, 3) for _ in range(20)]
     for name, (share, loss, right) in PLANS.items():
         plan = cells[name][0].plan if name != "full" else "full"
-        common = {**MODEL, "plan_hash": suite.contestant(plan).hash, "bytes_full": 100_000, "tokens_seen": 100,
-                  "bytes_held": round(100_000 * share)}  # fmt: skip
+        common = {
+            **MODEL,
+            "plan_hash": suite.contestant(plan).hash,
+            "bytes_full": 100_000,
+            "tokens_seen": 100,
+            "bytes_held": round(100_000 * share),
+        }
         nll = tuple(x + loss + (chance.gauss(0, 0.02) if loss else 0) for x in base)
         found.append(
             record(plan, "perplexity", asked=asked[0], values={"nll": nll}, samples=20, text_hash="t", **common)
@@ -100,15 +111,32 @@ def records_of(suite):
                     continue
                 values = {"hit": (1.0,) * count + (0.0,) * (10 - count)}
                 found.append(
-                    record(plan, "needle", asked=asked[1 if kind == "needle" else 2], values=values, samples=10,
-                           point={"depth": depth}, text_hash=f"{kind}{depth}", **common)
-                )  # fmt: skip
+                    record(
+                        plan,
+                        "needle",
+                        asked=asked[1 if kind == "needle" else 2],
+                        values=values,
+                        samples=10,
+                        point={"depth": depth},
+                        text_hash=f"{kind}{depth}",
+                        **common,
+                    )
+                )
     broken = suite.contestant(cells["broken"][0].plan)
     found.append(record("x", "needle", asked=asked[1], plan_hash=broken.hash, error="It broke.", **MODEL))
     speed = str(cells["best again"][0].tasks[0])
     for run, plan, tpot in (("one", "full", 2.0), ("one", "best", 3.0), ("two", "full", 9.0)):
         written = cells[plan][0].plan if plan != "full" else "full"
         timings = {"tpot": {"median": tpot, "q1": tpot, "q3": tpot, "p10": tpot, "count": 5, "left_out": 0}}
-        found.append(record(written, "speed", asked=speed, plan_hash=suite.contestant(written).hash, run=run,
-                            timings=timings, **MODEL))  # fmt: skip
+        found.append(
+            record(
+                written,
+                "speed",
+                asked=speed,
+                plan_hash=suite.contestant(written).hash,
+                run=run,
+                timings=timings,
+                **MODEL,
+            )
+        )
     return found

@@ -167,9 +167,17 @@ def peak_not_reset(fraud):
     peak = 9328 * 2**20
     later = peak if fraud else 2 * peak
     of = {"bytes_held": 2**30, "bytes_full": 2**30, "bytes_peak": peak}
-    check_records([record("full", "memory", point={"context": 512}, **of),
-                   record("full", "memory", point={"context": 1024}, **of | {"bytes_full": 2**31, "bytes_held": 2**31,
-                                                                            "bytes_peak": later})])  # fmt: skip
+    check_records(
+        [
+            record("full", "memory", point={"context": 512}, **of),
+            record(
+                "full",
+                "memory",
+                point={"context": 1024},
+                **of | {"bytes_full": 2**31, "bytes_held": 2**31, "bytes_peak": later},
+            ),
+        ]
+    )
 
 
 def cold(fraud):
@@ -235,8 +243,10 @@ def timed(sides=4, state=0, noise=0.04, **factors):
 def answers(full, ours, name="hit", task_name="needle"):
     """Records of a plan that holds a quarter."""
     held = {"tokens_seen": 100, "bytes_full": 1000, "text_hash": "h"}
-    return [record("full", task_name, values={name: tuple(full)}, tokens_held=100.0, bytes_held=1000, **held),
-            record("one", task_name, values={name: tuple(ours)}, tokens_held=25.0, bytes_held=250, **held)]  # fmt: skip
+    return [
+        record("full", task_name, values={name: tuple(full)}, tokens_held=100.0, bytes_held=1000, **held),
+        record("one", task_name, values={name: tuple(ours)}, tokens_held=25.0, bytes_held=250, **held),
+    ]
 
 
 class Numbers:

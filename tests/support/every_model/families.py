@@ -50,23 +50,40 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hrm_text": {"num_hidden_layers": 1},
     # One layer before the loop, two in it, one behind; twice as many in what is written to a configuration's file.
     "dory": {
-        "num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1,
+        "num_hidden_layers": 4,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
         "layer_types": _LOCAL_AND_GLOBAL[:4],
     },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {
-        "num_key_value_heads": 4, "head_dim": 24, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 24, "swa_kv_lora_rank": 16, "swa_head_dim": 24, "swa_qk_nope_head_dim": 16,
-        "swa_v_head_dim": 16, "rope_parameters": None,
+        "num_key_value_heads": 4,
+        "head_dim": 24,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 24,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 16,
+        "rope_parameters": None,
     },
     "gemma3n_text": {
-        "num_hidden_layers": 6, "layer_types": _LOCAL_AND_GLOBAL, "num_kv_shared_layers": 2, "intermediate_size": 64,
+        "num_hidden_layers": 6,
+        "layer_types": _LOCAL_AND_GLOBAL,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": 64,
         "activation_sparsity_pattern": [0.0] * 6,
     },
     "gemma4_text": {**_GEMMA4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16},
     "gemma4_unified_text": _GEMMA4,
     "diffusion_gemma_text": {
-        **_GEMMA4, "num_experts": 4, "top_k_experts": 2, "num_global_key_value_heads": 1, "moe_intermediate_size": 64,
+        **_GEMMA4,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "num_global_key_value_heads": 1,
+        "moe_intermediate_size": 64,
     },
     "gemma4_assistant": {
         "default": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
@@ -82,15 +99,26 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "qwen4_exp_text": {
-        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
-        "indexer_compress_ratio": 4, "hc_lowrank": 16, "ple_embed_dim": 64,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 16,
+        "ple_embed_dim": 64,
     },
     "chameleon": {"vocabulary_map": _VOCABULARY_MAP},
     "emu3": {"vocabulary_map": _VOCABULARY_MAP},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "num_experts_per_tok": 2},
     "florence_vision": {
-        "depths": [1, 1], "patch_size": [7, 3], "patch_stride": [4, 2], "patch_padding": [3, 1], "embed_dim": [32, 64],
-        "patch_prenorm": [False, True], "num_heads": [2, 4], "num_groups": [2, 4],
+        "depths": [1, 1],
+        "patch_size": [7, 3],
+        "patch_stride": [4, 2],
+        "patch_padding": [3, 1],
+        "embed_dim": [32, 64],
+        "patch_prenorm": [False, True],
+        "num_heads": [2, 4],
+        "num_groups": [2, 4],
     },
     "glm4v_text": {"rope_parameters": _SECTIONS},
     "glm4v_moe_text": {"rope_parameters": _SHORTER_SECTIONS},
@@ -112,12 +140,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     # The shared attention reads the embeddings beside the hidden states: twice the width.
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32},
     "zamba": {
-        "attention_hidden_size": 128, "attention_head_dim": 32,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
     },
     # transformers counts a decoder's layers of this family by its encoder's.
     "blenderbot": {"encoder_layers": 4},
-}  # fmt: skip
+}
 # Encoders by default; as a causal language model each is used with `is_decoder=True`.
 for _name in (
     "bert",

@@ -202,10 +202,19 @@ def _generated(model: Any, ids: Tensor, mask: Tensor, cache: Any = None, steps: 
     torch.manual_seed(3)
     with torch.no_grad():
         found = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=steps, min_new_tokens=steps, do_sample=False,
-            num_beams=1, eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
-            use_cache=True, **options,
-        )  # fmt: skip
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=steps,
+            min_new_tokens=steps,
+            do_sample=False,
+            num_beams=1,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+            use_cache=True,
+            **options,
+        )
     return Generated(found.sequences, torch.stack(found.logits, 1).float(), read_cache(found))
 
 

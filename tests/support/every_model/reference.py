@@ -60,10 +60,19 @@ def decoded_under_mask(model: Any, cache: Any, ids: Tensor, tokens: Tensor, **op
         if text._attn_implementation != NAME:
             return None
     found = own.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens.shape[1] - prompt, do_sample=False,
-        min_new_tokens=tokens.shape[1] - prompt, num_beams=1, eos_token_id=None, pad_token_id=0, output_logits=True,
-        return_dict_in_generate=True, use_cache=True, **given,
-    )  # fmt: skip
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens.shape[1] - prompt,
+        do_sample=False,
+        min_new_tokens=tokens.shape[1] - prompt,
+        num_beams=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+        use_cache=True,
+        **given,
+    )
     if not masked.found_eager:
         return None
     logits = torch.stack(found.logits, 1).float()

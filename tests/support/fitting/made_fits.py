@@ -52,27 +52,46 @@ def made_fit(points: int = 8, *, layers: int = 6, windows: int = 32, by_head: bo
     proof = _proof(chance, windows)
     named = verdict([each for each in proof if each.origin != "full"])
     return Fit(
-        model="demo", dtype="bfloat16", question=Question(context=2048, batch=1, memory=FULL_BYTES // 8),
-        full=FULL_BYTES, effort="quick", state=0, plan=named.chosen.plan, sentence=named.sentence, told=named.told,
-        against=named.against, needed=named.needed, proof=tuple(proof), front=marked(front),
-        layers=_layers(chance, layers, by_head), additivity=Additivity(plan=_CHOSEN, predicted=0.0103, measured=0.0121),
+        model="demo",
+        dtype="bfloat16",
+        question=Question(context=2048, batch=1, memory=FULL_BYTES // 8),
+        full=FULL_BYTES,
+        effort="quick",
+        state=0,
+        plan=named.chosen.plan,
+        sentence=named.sentence,
+        told=named.told,
+        against=named.against,
+        needed=named.needed,
+        proof=tuple(proof),
+        front=marked(front),
+        layers=_layers(chance, layers, by_head),
+        additivity=Additivity(plan=_CHOSEN, predicted=0.0103, measured=0.0121),
         tokens_by_head=tuple(
             tuple(2048 * share * (0.8 + 0.1 * head) for head in range(2)) for share in (0.9, 0.9, 0.1, 0.1, 0.2, 0.5)
         ),
-        sizes=tuple((context, batch, context * batch * 190, context * batch * 1536)
-                    for context in (1024, 2048, 4096, 8192) for batch in (1, 4)),
+        sizes=tuple(
+            (context, batch, context * batch * 190, context * batch * 1536)
+            for context in (1024, 2048, 4096, 8192)
+            for batch in (1, 4)
+        ),
         regret="Chosen by text alone it would be kivi4, with 18 of 40 answers right; the most is 33, by snapkv.",
-        notes=("The text 'notes.txt' is short: 8 windows of the proof are all that it has.",), seconds=412.3,
+        notes=("The text 'notes.txt' is short: 8 windows of the proof are all that it has.",),
+        seconds=412.3,
         counts={"settings of stage 1": 54, "trials of stage 2": 28, "records": 512},
-    )  # fmt: skip
+    )
 
 
 def _point(plan: str, origin: str, label: str, share: float, loss: float, chance: random.Random) -> FrontPoint:
     wide = loss * (0.15 + 0.2 * chance.random())
     return FrontPoint(
-        plan=plan, origin=origin, label=label, memory=round(share * FULL_BYTES * 1.02), bytes=round(share * FULL_BYTES),
+        plan=plan,
+        origin=origin,
+        label=label,
+        memory=round(share * FULL_BYTES * 1.02),
+        bytes=round(share * FULL_BYTES),
         loss=Estimate(loss, loss - wide, loss + 1.3 * wide, 8),
-    )  # fmt: skip
+    )
 
 
 def _proof(chance: random.Random, windows: int) -> list[Judged]:
@@ -82,18 +101,26 @@ def _proof(chance: random.Random, windows: int) -> list[Judged]:
     def judged(label: str, plan: str, origin: str, share: float, loss: float, right: Sequence[int]) -> Judged:
         families = tuple(
             Family(
-                name=name, seen=name != "variable", hits=tuple(float(n < hits) for n in range(20)),
+                name=name,
+                seen=name != "variable",
+                hits=tuple(float(n < hits) for n in range(20)),
                 full=tuple(float(n < able) for n in range(20)),
                 nll=tuple(0.05 if n < hits else 1.85 for n in range(20)),
             )
             for name, hits, able in zip(("needle", "key_value", "variable"), right, (20, 16, 4), strict=True)
-        )  # fmt: skip
+        )
         return Judged(
-            label=label, plan=plan, origin=origin, bytes=round(share * FULL_BYTES),
+            label=label,
+            plan=plan,
+            origin=origin,
+            bytes=round(share * FULL_BYTES),
             nll=full if origin == "full" else tuple(each + loss + chance.gauss(0, loss / 3) for each in full),
-            full=full, documents=documents, families=families,
-            seconds={"median": 0.0082, "q1": 0.0079, "q3": 0.0088, "count": 60}, methods=plan.count(" + ") + 1,
-        )  # fmt: skip
+            full=full,
+            documents=documents,
+            families=families,
+            seconds={"median": 0.0082, "q1": 0.0079, "q3": 0.0088, "count": 60},
+            methods=plan.count(" + ") + 1,
+        )
 
     found = [
         judged("full", "full", "full", 1.0, 0.0, (20, 16, 4)),
@@ -101,7 +128,7 @@ def _proof(chance: random.Random, windows: int) -> list[Judged]:
         judged("snapkv", "snapkv @ tokens=252", "preset", 0.124, 0.034, (20, 14, 3)),
         judged("kivi2", "kivi(bits=2) @ tokens=900", "preset", 0.123, 0.09, (12, 3, 0)),
         judged(_IN_WORDS, _IN_WORDS, "words", 0.118, 0.03, (20, 15, 2)),
-    ]  # fmt: skip
+    ]
     untimed = replace(found[-1], seconds=None)
     broken = Judged(label="quest", plan="quest @ tokens=200", origin="preset", bytes=0, error="out of memory")
     return [*found[:-1], untimed, broken]
@@ -114,8 +141,11 @@ def _layers(chance: random.Random, layers: int, by_head: bool) -> LayerMap:
         return (0.0, *(scale * 6**step * chance.lognormvariate(0, 0.5) for step in range(3)))
 
     return LayerMap(
-        score="snapkv(kernel=21)", widths=widths, shares=shares,
+        score="snapkv(kernel=21)",
+        widths=widths,
+        shares=shares,
         keys=tuple(row(1e-4 / (1 + layer)) for layer in range(layers)),
         values=tuple(row(3e-5) for _ in range(layers)),
-        kept=tuple(tuple(row(2e-4) for _ in range(2 if by_head else 1)) for _ in range(layers)), pieces=4,
-    )  # fmt: skip
+        kept=tuple(tuple(row(2e-4) for _ in range(2 if by_head else 1)) for _ in range(layers)),
+        pieces=4,
+    )

@@ -68,9 +68,15 @@ def decode(
 
 
 def decoded(
-    model: nn.Module, plan: str, lengths: tuple[int, ...], *, steps: int = 8, chunk: int | None = None,
-    save: Path | None = None, masked: bool = True,
-) -> Decoded:  # fmt: skip
+    model: nn.Module,
+    plan: str,
+    lengths: tuple[int, ...],
+    *,
+    steps: int = 8,
+    chunk: int | None = None,
+    save: Path | None = None,
+    masked: bool = True,
+) -> Decoded:
     """Reads a left-padded random prompt under a plan on the model's own device, then decodes.
 
     Args:
@@ -90,6 +96,10 @@ def decoded(
         cache.save(save)
     tokens, logits, by_token = decode(model, cache, mask, steps, masked=masked)
     return Decoded(
-        tokens=tokens.cpu(), logits=logits.cpu(), held=held_columns(cache), ledger=cache.ledger(), prefill=prefill,
+        tokens=tokens.cpu(),
+        logits=logits.cpu(),
+        held=held_columns(cache),
+        ledger=cache.ledger(),
+        prefill=prefill,
         by_token=by_token,
-    )  # fmt: skip
+    )

@@ -17,9 +17,15 @@ __all__ = ["check_devices", "check_generator", "leaves", "note_waiting", "writte
 
 # The output's size depends on numbers that only the device knows.
 _SIZES = (
-    "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
+    "nonzero",
+    "masked_select",
+    "_unique",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "unique_dim_consecutive",
     "bincount",
-)  # fmt: skip
+)
 _CHECKED = ("_linalg_eigh", "_linalg_svd", "linalg_eig", "_linalg_check_errors")
 # `multinomial` reads whether its probabilities are finite, `allclose` and `equal` a truth value.
 _KINDS = {

@@ -37,9 +37,15 @@ class DeviceTensor(Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor, device: torch.device) -> DeviceTensor:
         made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
-            layout=inner.layout, device=device, storage_size=_ANY_SIZE,
-        )  # fmt: skip
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            layout=inner.layout,
+            device=device,
+            storage_size=_ANY_SIZE,
+        )
         made.inner = inner
         return made
 

@@ -58,19 +58,23 @@ def latent_configs() -> dict[str, transformers.PreTrainedConfig]:
     """One configuration for each family whose layers are all of latent attention."""
     plain, queries = {**_SHAPE, **_LATENT}, {**_SHAPE, **_LATENT, **_LOW_QUERIES}
     return {
-        "deepseek_v2": transformers.DeepseekV2Config(
-            **plain, **_EXPERTS, **_DENSE_FIRST, q_lora_rank=None, head_dim=8
-        ),
+        "deepseek_v2": transformers.DeepseekV2Config(**plain, **_EXPERTS, **_DENSE_FIRST, q_lora_rank=None, head_dim=8),
         "deepseek_v3": transformers.DeepseekV3Config(**queries, **_EXPERTS, **_DENSE_FIRST),
         "glm4_moe_lite": transformers.Glm4MoeLiteConfig(**queries, **_EXPERTS),
         "minicpm3": transformers.MiniCPM3Config(**queries, scale_emb=1, scale_depth=3.0),
         "longcat_flash": transformers.LongcatFlashConfig(
-            **queries, head_dim=8, num_layers=2, ffn_hidden_size=96, expert_ffn_hidden_size=32, n_routed_experts=4,
-            moe_topk=2, zero_expert_num=2,
+            **queries,
+            head_dim=8,
+            num_layers=2,
+            ffn_hidden_size=96,
+            expert_ffn_hidden_size=32,
+            n_routed_experts=4,
+            moe_topk=2,
+            zero_expert_num=2,
         ),
         "youtu": transformers.YoutuConfig(**queries),
         "axk1": transformers.AXK1Config(**queries, **_EXPERTS, **_DENSE_FIRST),
-    }  # fmt: skip
+    }
 
 
 LATENT_FAMILIES = tuple(latent_configs())
@@ -86,10 +90,13 @@ def mixed_configs() -> dict[str, transformers.PreTrainedConfig]:
         "kimi_linear": {**in_turns, "q_lora_rank": None, "linear_num_heads": 4, "linear_head_dim": 16},
         "bailing_hybrid": {**in_turns, "q_lora_rank": None, "head_dim": 16, "num_experts": 4},
         "dots3_note_text": {
-            **_LOW_QUERIES, **_DENSE_FIRST, "use_dsa": False, "sliding_window": 16,
+            **_LOW_QUERIES,
+            **_DENSE_FIRST,
+            "use_dsa": False,
+            "sliding_window": 16,
             **{f"swa_{name}": value for name, value in {**windowed, "kv_lora_rank": 28}.items()},
         },
-    }  # fmt: skip
+    }
     known = transformers.CONFIG_MAPPING
     return {name: known[name](**{**shape, **own}) for name, own in options.items() if name in known}
 

@@ -37,9 +37,14 @@ _TEXT = {
 }
 _IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 _CLIP = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
-    "patch_size": 4, "projection_dim": 32,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "projection_dim": 32,
+}
 # Of 16 channels 8 turn: 4 by time, 2 by height and 2 by width.
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 _QWEN_VISION = {"depth": 2, "num_heads": 2, "in_channels": 3, "patch_size": 2, "spatial_merge_size": 2}
@@ -57,7 +62,11 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
         "qwen2_5_vl": lambda: transformers.Qwen2_5_VLConfig(
             text_config={**_TEXT, "rope_parameters": _MROPE},
             vision_config={
-                **_QWEN_VISION, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "window_size": 8,
+                **_QWEN_VISION,
+                "hidden_size": 32,
+                "out_hidden_size": 64,
+                "intermediate_size": 48,
+                "window_size": 8,
                 "fullatt_block_indexes": [1],
             },
             **_IDS,
@@ -65,67 +74,108 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
         "qwen3_vl": lambda: transformers.Qwen3VLConfig(
             text_config={**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
             vision_config={
-                **_QWEN_VISION, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48,
-                "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
+                **_QWEN_VISION,
+                "hidden_size": 32,
+                "out_hidden_size": 64,
+                "intermediate_size": 48,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0, 1],
             },
             **_IDS,
         ),
         "gemma3": lambda: transformers.Gemma3Config(
             text_config={
-                **_TEXT, "num_hidden_layers": 4, "sliding_window": 24, "query_pre_attn_scalar": 1,
+                **_TEXT,
+                "num_hidden_layers": 4,
+                "sliding_window": 24,
+                "query_pre_attn_scalar": 1,
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
             },
-            vision_config={**_CLIP}, mm_tokens_per_image=16, image_token_index=IMAGE,
-            boi_token_index=START, eoi_token_index=END,
+            vision_config={**_CLIP},
+            mm_tokens_per_image=16,
+            image_token_index=IMAGE,
+            boi_token_index=START,
+            eoi_token_index=END,
         ),
         # Two head sizes, and layers that read another layer's keys.
         "gemma4": lambda: transformers.Gemma4Config(
             text_config={
-                **_TEXT, "num_hidden_layers": 6, "sliding_window": 24, "global_head_dim": 32,
-                "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
-                "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
+                **_TEXT,
+                "num_hidden_layers": 6,
+                "sliding_window": 24,
+                "global_head_dim": 32,
+                "layer_types": ["sliding_attention", "full_attention"] * 3,
+                "num_kv_shared_layers": 2,
+                "hidden_size_per_layer_input": 8,
+                "vocab_size_per_layer_input": VOCABULARY,
                 "use_bidirectional_attention": "vision",
             },
             vision_config={
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2, "patch_size": 4,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "pooling_kernel_size": 2,
+                "patch_size": 4,
                 "position_embedding_size": 64,
             },
-            audio_config=None, image_token_id=IMAGE, video_token_id=VIDEO, audio_token_id=7, boi_token_id=START,
+            audio_config=None,
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            audio_token_id=7,
+            boi_token_id=START,
             eoi_token_id=END,
         ),
         "paligemma": lambda: transformers.PaliGemmaConfig(
-            text_config={**_TEXT, "model_type": "gemma"}, vision_config={**_CLIP, "model_type": "siglip_vision_model"},
-            image_token_index=IMAGE, projection_dim=64, hidden_size=64,
+            text_config={**_TEXT, "model_type": "gemma"},
+            vision_config={**_CLIP, "model_type": "siglip_vision_model"},
+            image_token_index=IMAGE,
+            projection_dim=64,
+            hidden_size=64,
         ),
         "llava": lambda: transformers.LlavaConfig(
-            text_config={**_TEXT, "model_type": "llama"}, vision_config={**_CLIP, "model_type": "clip_vision_model"},
-            image_token_index=IMAGE, vision_feature_layer=-1,
+            text_config={**_TEXT, "model_type": "llama"},
+            vision_config={**_CLIP, "model_type": "clip_vision_model"},
+            image_token_index=IMAGE,
+            vision_feature_layer=-1,
         ),
         "llava_next": lambda: transformers.LlavaNextConfig(
             text_config={**_TEXT, "model_type": "mistral", "sliding_window": None},
             vision_config={**_CLIP, "image_size": 8, "model_type": "clip_vision_model"},
-            image_grid_pinpoints=[[8, 16], [16, 8], [16, 16]], image_token_index=IMAGE, vision_feature_layer=-1,
+            image_grid_pinpoints=[[8, 16], [16, 8], [16, 16]],
+            image_token_index=IMAGE,
+            vision_feature_layer=-1,
         ),
         "smolvlm": lambda: transformers.SmolVLMConfig(
-            text_config={**_TEXT, "model_type": "llama"}, vision_config={**_CLIP, "image_size": 24}, scale_factor=2,
-            image_token_id=IMAGE, pad_token_id=PAD,
+            text_config={**_TEXT, "model_type": "llama"},
+            vision_config={**_CLIP, "image_size": 24},
+            scale_factor=2,
+            image_token_id=IMAGE,
+            pad_token_id=PAD,
         ),
         "idefics3": lambda: transformers.Idefics3Config(
-            text_config={**_TEXT, "model_type": "llama"}, vision_config={**_CLIP, "image_size": 24}, scale_factor=2,
-            image_token_id=IMAGE, pad_token_id=PAD,
+            text_config={**_TEXT, "model_type": "llama"},
+            vision_config={**_CLIP, "image_size": 24},
+            scale_factor=2,
+            image_token_id=IMAGE,
+            pad_token_id=PAD,
         ),
         "internvl": lambda: transformers.InternVLConfig(
             text_config={**_TEXT, "model_type": "qwen2"},
             vision_config={**_CLIP, "image_size": [24, 24], "patch_size": [4, 4]},
-            image_token_id=IMAGE, downsample_ratio=0.5,
+            image_token_id=IMAGE,
+            downsample_ratio=0.5,
         ),
         "mistral3": lambda: transformers.Mistral3Config(
             text_config={**_TEXT, "model_type": "mistral", "sliding_window": None},
-            vision_config={**_CLIP, "model_type": "pixtral", "head_dim": 16}, image_token_index=IMAGE,
-            spatial_merge_size=2, vision_feature_layer=-1,
+            vision_config={**_CLIP, "model_type": "pixtral", "head_dim": 16},
+            image_token_index=IMAGE,
+            spatial_merge_size=2,
+            vision_feature_layer=-1,
         ),
-    }  # fmt: skip
+    }
     return {name: make() for name, make in found.items()}
 
 

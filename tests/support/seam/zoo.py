@@ -50,14 +50,28 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
             **{**_SHAPE, "num_hidden_layers": 4}, **_GROUPED, head_dim=16, sliding_window=16, layer_types=hybrid
         ),
         "gpt2": transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4, n_positions=512, pad_token_id=0, bos_token_id=1,
+            vocab_size=VOCABULARY,
+            n_embd=64,
+            n_layer=3,
+            n_head=4,
+            n_positions=512,
+            pad_token_id=0,
+            bos_token_id=1,
             eos_token_id=None,
         ),
         "opt": transformers.OPTConfig(
-            vocab_size=VOCABULARY, hidden_size=64, ffn_dim=96, num_hidden_layers=3, num_attention_heads=4,
-            max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2, word_embed_proj_dim=64,
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            ffn_dim=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=512,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            word_embed_proj_dim=64,
         ),
-    }  # fmt: skip
+    }
 
 
 @cache

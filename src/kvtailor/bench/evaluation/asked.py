@@ -68,10 +68,8 @@ def sizes(subject: Subject, context: int | None, continuation: int | None, new_t
     positions = subject.positions
     if context is None:
         context = (
-            512
-            if positions is None
-            else max(16, min(512, positions - max(new_tokens, ANSWER_TOKENS, positions // 5)))
-        )  # fmt: skip
+            512 if positions is None else max(16, min(512, positions - max(new_tokens, ANSWER_TOKENS, positions // 5)))
+        )
     if continuation is None:
         continuation = max(1, context // 4)
         if positions is not None:

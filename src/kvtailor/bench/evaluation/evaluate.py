@@ -102,11 +102,14 @@ def evaluate(
         subject = Subject.of(model, tokenizer, "an evaluation")
         made = [
             make_task(
-                kind, settings, subject, data=None if data is None else Path(data),
+                kind,
+                settings,
+                subject,
+                data=None if data is None else Path(data),
                 text=own.get(str(settings.get("text"))),
             )
             for kind, settings in settings_of(wanted, values, names, subject)
-        ]  # fmt: skip
+        ]
 
         def finish(record: Record) -> None:
             receiver.take(record)
@@ -114,7 +117,16 @@ def evaluate(
                 on_record(record)
 
         records = run(
-            subject, contestants, made, out=folder, finish=finish, resume=not again, allow=allow, share=share,
-            executor=executor, resources=resources, bandwidth=any(KINDS[task.name].of_cost for task in made),
-        )  # fmt: skip
+            subject,
+            contestants,
+            made,
+            out=folder,
+            finish=finish,
+            resume=not again,
+            allow=allow,
+            share=share,
+            executor=executor,
+            resources=resources,
+            bandwidth=any(KINDS[task.name].of_cost for task in made),
+        )
     return Evaluation(records=tuple(records), summary=summarise(records, margins), out=folder)

@@ -127,15 +127,23 @@ def losses_of(
     for document, each in zip(documents, apart, strict=False):
         groups[document] = groups.get(document, 0.0) + each
     if len(documents) != count or not FEWEST <= len(groups) < count:
-        return Losses(count=count, mean=middle, deviation=single, freedom=count - 1, lost=lost, gained=gained,
-                      scale=top or 1.0)  # fmt: skip
+        return Losses(
+            count=count, mean=middle, deviation=single, freedom=count - 1, lost=lost, gained=gained, scale=top or 1.0
+        )
     of_groups = math.fsum(x * x for x in groups.values()) * len(groups) / (len(groups) - 1)
     # Windows that differ more within a document than between documents are no more than independent.
     deviation = max(single, math.sqrt(of_groups) / count)
     return Losses(
-        count=count, mean=middle, deviation=deviation, freedom=len(groups) - 1, lost=lost, gained=gained,
-        design=(deviation / single) ** 2 if single else 1.0, documents=len(groups), scale=top or 1.0,
-    )  # fmt: skip
+        count=count,
+        mean=middle,
+        deviation=deviation,
+        freedom=len(groups) - 1,
+        lost=lost,
+        gained=gained,
+        design=(deviation / single) ** 2 if single else 1.0,
+        documents=len(groups),
+        scale=top or 1.0,
+    )
 
 
 def least_samples(error: float) -> int:

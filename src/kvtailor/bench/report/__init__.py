@@ -48,9 +48,7 @@ class Summary:
         return asdict(self)
 
 
-def summarise(
-    records: Sequence[Record], margins: Margins | None = None, left_out: Sequence[str] = ()
-) -> Summary:  # fmt: skip
+def summarise(records: Sequence[Record], margins: Margins | None = None, left_out: Sequence[str] = ()) -> Summary:
     """The summary of the records of one run, or of a folder of runs: of the model that was measured last.
 
     Args:

@@ -10,8 +10,16 @@ from kvtailor.bench.schema import Record
 __all__ = ["HAND_MADE", "compared_tasks", "declared_tasks", "heading", "metrics_of"]
 
 HAND_MADE = (
-    "perplexity", "fidelity", "needle", "speed", "memory", "capacity", "speculation", "longcontext", "harness",
-)  # fmt: skip
+    "perplexity",
+    "fidelity",
+    "needle",
+    "speed",
+    "memory",
+    "capacity",
+    "speculation",
+    "longcontext",
+    "harness",
+)
 """Tasks with columns, tables and words of their own in `rows.py` and `tables/`."""
 
 

@@ -142,10 +142,22 @@ def rate_per_gib(record: Record) -> float | None:
 
 _ONE_POINT = tuple(task for task in HAND_MADE if task != "needle")
 _FIDELITY = ("kl", "kl_p99", "top1", "ece", "output_error")
-_COST = ("tokens_per_second", "flops_prefill", "flops_token", "flops_method_prefill", "flops_method_token",
-         "achieved_gflops_prefill", "achieved_gflops_token")  # fmt: skip
-_CAPACITY = ("largest_batch", "largest_batch_verified", "longest_context", "longest_context_verified",
-             "bytes_per_token")  # fmt: skip
+_COST = (
+    "tokens_per_second",
+    "flops_prefill",
+    "flops_token",
+    "flops_method_prefill",
+    "flops_method_token",
+    "achieved_gflops_prefill",
+    "achieved_gflops_token",
+)
+_CAPACITY = (
+    "largest_batch",
+    "largest_batch_verified",
+    "longest_context",
+    "longest_context_verified",
+    "bytes_per_token",
+)
 
 
 def rows_of(records: Sequence[Record]) -> list[Row]:

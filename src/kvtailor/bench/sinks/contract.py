@@ -74,10 +74,16 @@ def package(name: str) -> ModuleType:
 def facts_of(record: Record) -> dict[str, str | int]:
     """Return what is the same for all records of one plan in one run: the model, the plan, the machine's versions."""
     found: dict[str, object] = {
-        "bench_run": record.run, "model": record.model, "model_hash": record.model_hash, "dtype": record.dtype,
-        "device": record.device, "parameters": record.parameters, "plan": record.plan, "plan_label": record.label,
+        "bench_run": record.run,
+        "model": record.model,
+        "model_hash": record.model_hash,
+        "dtype": record.dtype,
+        "device": record.device,
+        "parameters": record.parameters,
+        "plan": record.plan,
+        "plan_label": record.label,
         "plan_hash": record.plan_hash,
-    }  # fmt: skip
+    }
     versions = ("kvtailor", "commit", "torch", "transformers", "python", "processor", "accelerator", "threads")
     found |= {name: record.machine.get(name) for name in versions}
     return {name: value for name, value in found.items() if isinstance(value, str | int)}
@@ -101,10 +107,19 @@ def numbers_of(record: Record) -> dict[str, float]:
     found: dict[str, float | int | None] = {
         name: getattr(record, name)
         for name in (
-            "bytes_held", "bytes_full", "bytes_resident", "bytes_peak", "bytes_peak_decode", "tokens_held",
-            "tokens_seen", "tokens_read", "floor_seconds", "wall_seconds", "samples",
+            "bytes_held",
+            "bytes_full",
+            "bytes_resident",
+            "bytes_peak",
+            "bytes_peak_decode",
+            "tokens_held",
+            "tokens_seen",
+            "tokens_read",
+            "floor_seconds",
+            "wall_seconds",
+            "samples",
         )
-    }  # fmt: skip
+    }
     if record.bytes_held is not None and record.bytes_full:
         found["ratio"] = record.bytes_held / record.bytes_full
     found |= dict(record.metrics)

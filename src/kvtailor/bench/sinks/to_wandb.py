@@ -43,9 +43,13 @@ class WandbSink(RecordSink):
         try:
             if place not in self._runs:
                 self._runs[place] = self._wandb.init(
-                    project=self._project, group=record.run, name=record.label, job_type="kvtailor bench",
-                    config=facts_of(record), reinit="create_new",
-                )  # fmt: skip
+                    project=self._project,
+                    group=record.run,
+                    name=record.label,
+                    job_type="kvtailor bench",
+                    config=facts_of(record),
+                    reinit="create_new",
+                )
             self._records.setdefault(place, []).append(record)
             key = key_of(record)
             numbers: dict[str, Any] = {f"{key}/{name}": value for name, value in numbers_of(record).items()}

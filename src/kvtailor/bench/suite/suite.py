@@ -60,9 +60,19 @@ _HOME = Path(__file__).parents[2] / "suites"
 SHAPES = ("positions", "head_size", "layers", "kv_heads")
 """Numbers of a model that `[shapes]` may name: most tokens, and of the layers that have a cache the smallest."""
 _KEYS = (
-    "title", "report", "awaits", "settings", "shapes", "given", "tasks", "resources", "columns", "tables",
-    "leaderboard", "fitted",
-)  # fmt: skip
+    "title",
+    "report",
+    "awaits",
+    "settings",
+    "shapes",
+    "given",
+    "tasks",
+    "resources",
+    "columns",
+    "tables",
+    "leaderboard",
+    "fitted",
+)
 _RULE = ("of", "from", "most", "less", "times", "cpu", "cuda")
 _SHARE = re.compile(r"\bshare=")
 

@@ -132,15 +132,11 @@ class Capacity(PlanByPlan):
             settings["memory_bytes"] = gauge_of(subject.device).free
         yield Sample(point=settings, text="random tokens", state=STATE, data=why)
 
-    def score(
-        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
-    ) -> Scored:  # fmt: skip
+    def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
         if sample.data is not None:
             raise KvtailorError(sample.data)
         found = measured(__name__, subject, contestant, sample.point, self.limit)
-        return Scored(
-            samples=found.pop("samples"), metrics=found.pop("metrics"), notes=found.pop("notes"), held=found
-        )  # fmt: skip
+        return Scored(samples=found.pop("samples"), metrics=found.pop("metrics"), notes=found.pop("notes"), held=found)
 
 
 def largest(

@@ -215,9 +215,7 @@ class PlanByPlan(Task):
     """
 
     @abstractmethod
-    def score(
-        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
-    ) -> Scored:  # fmt: skip
+    def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
         """Return what a plan does on a sample.
 
         Args:

@@ -105,7 +105,14 @@ class Fidelity(AllAtOnce):
         Metric(name="output_error", unit="relative", higher_is_better=False),
     )
     values: ClassVar[tuple[str, ...]] = (
-        "kl", "top1", "kl_max", "nll_over_full", "ruined", "divergence", "same_text", "repetition",
+        "kl",
+        "top1",
+        "kl_max",
+        "nll_over_full",
+        "ruined",
+        "divergence",
+        "same_text",
+        "repetition",
     )
     by_sample: ClassVar[bool] = True
     text: str

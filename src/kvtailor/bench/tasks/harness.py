@@ -131,9 +131,7 @@ class Harness(PlanByPlan):
                 ),
             )
 
-    def score(
-        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
-    ) -> Scored:  # fmt: skip
+    def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
         shared: _Loaded = sample.data
         scored, read = self._run(subject, contestant, shared, _Steps(advance, shared.requests))
         if _hash(subject, shared.harness["tasks"]) != sample.text_hash:
@@ -159,9 +157,7 @@ class Harness(PlanByPlan):
             )
         return str(next(iter(loaded["tasks"])))
 
-    def _run(
-        self, subject: Subject, contestant: Contestant, shared: _Loaded, steps: _Steps
-    ) -> tuple[Scored, bool]:  # fmt: skip
+    def _run(self, subject: Subject, contestant: Contestant, shared: _Loaded, steps: _Steps) -> tuple[Scored, bool]:
         """What was measured, and whether an answer came from the compressed cache."""
         from lm_eval import evaluate
 

@@ -145,9 +145,7 @@ class LongContext(PlanByPlan):
             data=(chosen, examples, prompts.ids),
         )
 
-    def score(
-        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
-    ) -> Scored:  # fmt: skip
+    def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
         chosen, examples, prompts = sample.data
         found: list[dict[str, float]] = []
         answers: list[Sequence[int]] = []

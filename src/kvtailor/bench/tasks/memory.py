@@ -79,9 +79,7 @@ class Memory(PlanByPlan):
             data=why,
         )
 
-    def score(
-        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
-    ) -> Scored:  # fmt: skip
+    def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
         if sample.data is not None:
             raise KvtailorError(sample.data)
         found = measured(__name__, subject, contestant, sample.point, self.limit)

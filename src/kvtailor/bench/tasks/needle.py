@@ -168,9 +168,7 @@ class Needle(PlanByPlan):
                 data=(documents, coded),
             )
 
-    def score(
-        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
-    ) -> Scored:  # fmt: skip
+    def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
         documents, coded = sample.data
         found = []
         for (context, question, answer), document in zip(coded, documents, strict=True):

@@ -204,9 +204,7 @@ class Perplexity(PlanByPlan):
             ),
         )
 
-    def score(
-        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
-    ) -> Scored:  # fmt: skip
+    def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
         shared: _Shared = sample.data
         windows = shared.windows
         tried = shared.whole.check(contestant)
@@ -225,9 +223,14 @@ class Perplexity(PlanByPlan):
             if shared.rounding is None:
                 shared.rounding = self._rounding(subject, shared.first, windows[0])
             heaviest |= probe(
-                subject, contestant, windows[-1].context, windows[-1].targets, scored[-1][0], shared.rounding,
+                subject,
+                contestant,
+                windows[-1].context,
+                windows[-1].targets,
+                scored[-1][0],
+                shared.rounding,
                 self.chunk,
-            )  # fmt: skip
+            )
         documents = [float(window.document) for window in windows if window.document is not None]
         return Scored(
             samples=len(windows),
@@ -340,9 +343,7 @@ def scored_pieces(windows: Sequence[Window], text: str) -> list[str]:
     return [w.text for w in windows] if all(w.text for w in windows) else [text]
 
 
-def whole_budgets(
-    subject: Subject, contestants: Sequence[Contestant], window: Window, source: str
-) -> WholeBudgets:  # fmt: skip
+def whole_budgets(subject: Subject, contestants: Sequence[Contestant], window: Window, source: str) -> WholeBudgets:
     """Tries plans at their whole budget on the first tokens after a window's context, fed one at a time."""
     full = next((contestant for contestant in contestants if contestant.is_full), OWN_ROUNDED)
 

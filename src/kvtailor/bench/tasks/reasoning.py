@@ -178,9 +178,7 @@ class Reasoning(PlanByPlan):
                 data=(chains, coded),
             )
 
-    def score(
-        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
-    ) -> Scored:  # fmt: skip
+    def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
         chains, coded = sample.data
         found = []
         for chain, (prompt, *pieces) in zip(chains, coded, strict=True):

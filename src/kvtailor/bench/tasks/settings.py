@@ -147,16 +147,12 @@ DOCUMENT_KINDS = tuple(ALL_TASKS)
 STATES_APART = 10_000
 """Random states between two numbers of --state: more than a run has documents of one kind, or rounds."""
 
-CONTEXT = Option(
-    flag="--context", least=1, help="Tokens prefilled and compressed.  [512, or what the model has]"
-)  # fmt: skip
-CONTINUATION = Option(
-    flag="--continuation", least=1, help="Tokens scored after them.  [a quarter of --context]"
-)  # fmt: skip
+CONTEXT = Option(flag="--context", least=1, help="Tokens prefilled and compressed.  [512, or what the model has]")
+CONTINUATION = Option(flag="--continuation", least=1, help="Tokens scored after them.  [a quarter of --context]")
 WINDOWS = Option(flag="--windows", least=1, help="Windows of each text.  [50, 20 for fidelity]")
 EXAMPLES = Option(
     flag="--examples", least=1, help="So many examples of each of longbench, zeroscrolls, harness.  [all]"
-)  # fmt: skip
+)
 STATE = Option(
     flag="--state",
     default=0,
@@ -173,5 +169,5 @@ CONTEXTS = Option(
 BATCHES = Option(flag="--batches", listed=True, default="1", help="Rows of speed and memory, with ',' between.")
 NEW_TOKENS = Option(
     flag="--new-tokens", listed=True, default="32", help="Tokens decoded in a timed round, with ',' between."
-)  # fmt: skip
+)
 ROUNDS = Option(flag="--rounds", default=10, least=1, help="Timed rounds over all plans.")

@@ -159,8 +159,20 @@ class Speculation(AllAtOnce):
         if subject.make_cache is not None:
             raise KvtailorError("asked for speculation, which drives kvtailor's own caches, on a model with others")
         prompts = self._prompts(subject)
-        names = ("context", "tokens", "rounds", "draft", "draft_plan", "middle_plan", "gamma", "inner_gamma", "refresh",
-                 "min_gain", "temperature", "top_p")  # fmt: skip
+        names = (
+            "context",
+            "tokens",
+            "rounds",
+            "draft",
+            "draft_plan",
+            "middle_plan",
+            "gamma",
+            "inner_gamma",
+            "refresh",
+            "min_gain",
+            "temperature",
+            "top_p",
+        )
         yield Sample(
             point={name: getattr(self, name) for name in names},
             text=self.source,
@@ -225,8 +237,14 @@ class Speculation(AllAtOnce):
                 side.plain.append(seconds)
                 side.disturbed.append(disturbed)
             return
-        drafts = {"draft": small, "draft_plan": self.draft_plan, "middle_plan": self.middle_plan, "gamma": self.gamma,
-                  "inner_gamma": self.inner_gamma, "refresh": self.refresh}  # fmt: skip
+        drafts = {
+            "draft": small,
+            "draft_plan": self.draft_plan,
+            "middle_plan": self.middle_plan,
+            "gamma": self.gamma,
+            "inner_gamma": self.inner_gamma,
+            "refresh": self.refresh,
+        }
         both: dict[bool, Generated] = {}
         disturbed = False
         # Either goes first in every second round.

@@ -204,14 +204,14 @@ class Speed(AllAtOnce):
                 # A floor must not count bytes that are not read; the work of choosing the tokens is left out.
                 found.bytes_read = int(found.bytes_read * min(1.0, read / held))
 
-    def _scored(
-        self, subject: Subject, found: _Samples, machine: Mapping[str, object], meter: Neighbours
-    ) -> Scored:  # fmt: skip
+    def _scored(self, subject: Subject, found: _Samples, machine: Mapping[str, object], meter: Neighbours) -> Scored:
         notes = meter.notes()
         if machine.get("probes_disturbed"):
             notes.append("Other programs ran while bandwidth and arithmetic were measured: the floors may be too high.")
-        floors = {"tpot": _floor_of_token(subject, machine, found.bytes_read),
-                  "ttft": _floor_of_prefill(subject, machine, found.work)}  # fmt: skip
+        floors = {
+            "tpot": _floor_of_token(subject, machine, found.bytes_read),
+            "ttft": _floor_of_prefill(subject, machine, found.work),
+        }
         timings = timings_of({"ttft": found.ttft, "tpot": found.tpot}, found.disturbed, self.rounds)
         for name, floor in floors.items():
             if floor is not None and found.clean(name) and floor > min(found.clean(name)):

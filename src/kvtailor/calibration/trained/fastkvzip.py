@@ -48,9 +48,16 @@ class FastKVzip(Calibrator):
         group = _query_heads(job) // heads
         begun = _begun(layers, heads, read, group, job.state)
         made = train(
-            lessons, begun, gated, _loss, middle=torch.zeros_like(scale), scale=scale, steps=self.steps,
-            state=job.state, advance=job.advance,
-        )  # fmt: skip
+            lessons,
+            begun,
+            gated,
+            _loss,
+            middle=torch.zeros_like(scale),
+            scale=scale,
+            steps=self.steps,
+            state=job.state,
+            advance=job.advance,
+        )
         begun, made = (_unscaled(each, scale) for each in (begun, made))
         return Made(tensors=made, facts=judged(check, begun, made, gated, _loss, "kvzip"))
 

@@ -52,9 +52,16 @@ class KVzap(Calibrator):
         # Of the logarithms' mean, so that training begins with a guess and not with nothing.
         begun["zap_out_bias"] = torch.cat([each.found.clamp_min(_LEAST).log() for each in lessons], 2).mean(2)
         made = train(
-            lessons, begun, _said, _loss, middle=middle, scale=scale, steps=self.steps, state=job.state,
+            lessons,
+            begun,
+            _said,
+            _loss,
+            middle=middle,
+            scale=scale,
+            steps=self.steps,
+            state=job.state,
             advance=job.advance,
-        )  # fmt: skip
+        )
         begun, made = (_unscaled(each, middle, scale) for each in (begun, made))
         facts = judged(check, begun, made, _said, _loss, "kvzip_plus")
         linear = ridge(lessons)

@@ -46,9 +46,13 @@ def wrapped(line: str, most: int, hang: int | None = None) -> str:
     lead = len(line) - len(line.lstrip(" "))
     further = " " * (lead + 2 if hang is None else hang)
     return textwrap.fill(
-        line.lstrip(" "), most, initial_indent=" " * lead, subsequent_indent=further, break_long_words=False,
+        line.lstrip(" "),
+        most,
+        initial_indent=" " * lead,
+        subsequent_indent=further,
+        break_long_words=False,
         break_on_hyphens=False,
-    )  # fmt: skip
+    )
 
 
 def say(text: str, *, hang: int | None = None, bold: bool = False, dim: bool = False, err: bool = False) -> None:

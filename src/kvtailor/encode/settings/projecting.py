@@ -110,8 +110,9 @@ class Projecting(ABC):
         like = next(iter(tensors.values()))
         keys, values = self._bases(joined * apart, layout.heads, key_size, value_size, like)
         # The heads of a group went apart, and each has the group's latents for itself.
-        keys, values = (None if each is None else each if each.joined == joined else each.by_head()
-                        for each in (keys, values))  # fmt: skip
+        keys, values = (
+            None if each is None else each if each.joined == joined else each.by_head() for each in (keys, values)
+        )
         return self.segment_type()(layout=layout, inner=inner, keys_basis=keys, values_basis=values, whole=whole)
 
     def _group(self, heads: int) -> int:

@@ -103,9 +103,14 @@ def drop_middle(state: LayerState, plan: Plan, first: int, visible: Visibility, 
     )
     last = layers == 1
     budgets = checked_budgets(
-        allocate, allocate.allocate(request), budget.total, floor, capacity, settled=True,
+        allocate,
+        allocate.allocate(request),
+        budget.total,
+        floor,
+        capacity,
+        settled=True,
         spare=shape[2] - 1 if last else int(budget.total.max()),
-    )  # fmt: skip
+    )
     kept = int(budgets.min())
     if kept <= first or kept != int(budgets.max()):
         return False

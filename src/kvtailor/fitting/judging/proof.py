@@ -68,7 +68,7 @@ def proof_tasks(material: Material, *, context: int, windows: int, documents: in
 
 def judged(
     records: Sequence[Record], plans: Sequence[tuple[Contestant, str, int]], *, kinds: Sequence[str]
-) -> list[Judged]:  # fmt: skip
+) -> list[Judged]:
     """Return the plans as some records have them, 'full' first.
 
     Args:
@@ -82,9 +82,12 @@ def judged(
         own = [record for record in records if record.plan_hash == contestant.hash]
         error = next((record.error for record in own if record.error is not None), None)
         blank = Judged(
-            label=contestant.label, plan=str(contestant.text), origin=origin, bytes=size,
+            label=contestant.label,
+            plan=str(contestant.text),
+            origin=origin,
+            bytes=size,
             methods=_methods(contestant.plan),
-        )  # fmt: skip
+        )
         if error is not None:
             found.append(replace(blank, error=error))
             continue

@@ -154,7 +154,7 @@ class Verdict:
 
 def verdict(
     plans: Sequence[Judged], *, aim: str = "loss", loss: float | None = None, points: float | None = None
-) -> Verdict:  # fmt: skip
+) -> Verdict:
     """Return the plan that the rule of this file names, among plans that have numbers.
 
     Args:
@@ -212,9 +212,12 @@ def verdict(
     if rival is not None and told[rival.label] == "not told apart":
         needed = _windows_for(chosen, rival, confidence)
     return Verdict(
-        chosen=chosen, against=against, told=told, needed=needed,
+        chosen=chosen,
+        against=against,
+        told=told,
+        needed=needed,
         sentence=_sentence(chosen, rival, against, told, needed),
-    )  # fmt: skip
+    )
 
 
 def regret_of_text(proved: Sequence[Judged]) -> str | None:

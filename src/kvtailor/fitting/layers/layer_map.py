@@ -287,9 +287,7 @@ def _codec(keys: int, values: int) -> str:
     return f"kivi(key_bits={keys}, value_bits={values}, recent={_RECENT})"
 
 
-def _options(
-    found: LayerMap, geometry: Geometry, *, context: int, batch: int, element: int
-) -> Options:  # fmt: skip
+def _options(found: LayerMap, geometry: Geometry, *, context: int, batch: int, element: int) -> Options:
     """The solver's numbers; bytes of all rows."""
     from kvtailor.encode.kivi import Kivi
 
@@ -308,9 +306,7 @@ def _options(
                     tail = min(_RECENT, tokens) if key_bits or value_bits else 0.0
                     # Dropped tokens leave the others with a position each.
                     position = 4 * tokens if share < 1 else 0.0
-                    sizes[layer, k, v, s] = batch * heads * (
-                        (tokens - tail) * coded + tail * (key + value) + position
-                    )  # fmt: skip
+                    sizes[layer, k, v, s] = batch * heads * ((tokens - tail) * coded + tail * (key + value) + position)
     return Options(
         keys=np.array(found.keys),
         values=np.array(found.values),

@@ -72,8 +72,10 @@ def _answer(found: Answer) -> str:
     shown = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
     command = f"kvtailor run --model {found.model} --plan fitted.toml"
     spellings = [
-        ("plan", "The plan", found.plan), ("python", "Python", found.python), ("command", "Command line", command),
-    ]  # fmt: skip
+        ("plan", "The plan", found.plan),
+        ("python", "Python", found.python),
+        ("command", "Command line", command),
+    ]
     lines = "".join(_copied(*each) for each in spellings)
     lines += f"<details><summary>TOML, as in fitted.toml</summary>{_copied('toml', 'TOML', found.toml())}</details>"
     return (

@@ -77,9 +77,13 @@ def front_table(found: Answer) -> str:
         ]
         rows.append(_row(each.plan, each.label, each.origin, "".join(cells), best=each.best))
     heads = [
-        head("#"), head("plan", left=True), head("bytes", "% of the uncompressed"),
-        head("loss", "KL on text, answers on top; nats per token, 95 %"), head("pieces"), head("made for"),
-    ]  # fmt: skip
+        head("#"),
+        head("plan", left=True),
+        head("bytes", "% of the uncompressed"),
+        head("loss", "KL on text, answers on top; nats per token, 95 %"),
+        head("pieces"),
+        head("made for"),
+    ]
     return table("front", "all plans that the search measured", heads, rows, tall=True)
 
 
@@ -89,13 +93,15 @@ def proof_table(found: Answer) -> str:
     families = {family.name: family for each in found.proof for family in each.families}
     timed = any(each.seconds for each in found.proof)
     heads = [
-        head("#"), head("plan", left=True), head("bytes", "% of the uncompressed"),
+        head("#"),
+        head("plan", left=True),
+        head("bytes", "% of the uncompressed"),
         head("loss", "nats per token more than full, 95 %"),
         head("the plan minus this one", "nats per token, paired; 95 % over all pairs of plans"),
         head("the plan is"),
         *(head(name, _family_note(family)) for name, family in families.items()),
         *([head("a token", "ms, median and quartiles")] if timed else []),
-    ]  # fmt: skip
+    ]
     rows = []
     for each in sorted(found.proof, key=lambda each: (each.origin != FULL, each is not chosen)):
         cells = [

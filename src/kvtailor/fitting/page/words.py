@@ -11,14 +11,29 @@ from kvtailor.bench.report.words import byte_text, significant
 from kvtailor.fitting.page.reads import Answer
 
 __all__ = [
-    "DASH", "ORIGINS", "badge", "cell", "ends", "head", "in_words", "interval", "load", "percent", "section",
+    "DASH",
+    "ORIGINS",
+    "badge",
+    "cell",
+    "ends",
+    "head",
+    "in_words",
+    "interval",
+    "load",
+    "percent",
+    "section",
     "table",
-]  # fmt: skip
+]
 
 DASH = "–"
 """Stands where nothing was measured."""
-ORIGINS = {"layers": "fitted by layers", "words": "fitted in words", "fitted": "fitted", "preset": "preset",
-           "full": "uncompressed"}  # fmt: skip
+ORIGINS = {
+    "layers": "fitted by layers",
+    "words": "fitted in words",
+    "fitted": "fitted",
+    "preset": "preset",
+    "full": "uncompressed",
+}
 """What the page calls the origins of plans."""
 
 
@@ -68,9 +83,11 @@ def in_words(found: Answer) -> str:
 def badge(kind: str) -> str:
     """Where the numbers of a part are from: "search", "unseen", "computed" or "both"."""
     words = {
-        "search": "measured on search text", "unseen": "measured on unseen text", "computed": "computed, not measured",
+        "search": "measured on search text",
+        "unseen": "measured on unseen text",
+        "computed": "computed, not measured",
         "documented": "from documentation, not measured",
-    }  # fmt: skip
+    }
     return f'<span class="from {kind}">{words[kind]}</span>'
 
 

@@ -84,9 +84,10 @@ class Searched:
             presets: only presets, or none of them; None: all.
         """
         found = [
-            each for each in self.candidates
+            each
+            for each in self.candidates
             if each.whole is not None and (presets is None or each.is_preset is presets)
-        ]  # fmt: skip
+        ]
         return sorted(found, key=lambda each: (each.loss, str(each.plan)))
 
 
@@ -151,7 +152,7 @@ class _Search:
 
 def measured_to_fit(
     space: Space, measurer: Measurer, plans: Sequence[Plan], pieces: Sequence[Piece], *, memory: int
-) -> dict[str, Measured]:  # fmt: skip
+) -> dict[str, Measured]:
     """Return plans measured, by the hash of what was asked: with a smaller budget where the bytes were too many.
 
     Args:
@@ -239,8 +240,11 @@ def search(
 
 def _study(storage: Path | None, name: str, state: int) -> optuna.Study:
     sampler = optuna.samplers.TPESampler(
-        seed=state, multivariate=True, group=True, n_startup_trials=8,
-    )  # fmt: skip
+        seed=state,
+        multivariate=True,
+        group=True,
+        n_startup_trials=8,
+    )
     pruner = optuna.pruners.WilcoxonPruner(p_threshold=_NOT_BETTER, n_startup_steps=_FEWEST_PIECES)
     url = None
     if storage is not None:
@@ -272,8 +276,12 @@ def _crossed(candidates: Iterable[Candidate], space: Space) -> list[dict[str, An
         for family, bits in (("kivi", 4), ("lowrank", 4)):
             if family in space.families and POOLED in space.allocators:
                 each: dict[str, Any] = {
-                    "how": "words", "score": score, "allocate": POOLED, "merge": "drop", "family": family,
-                }  # fmt: skip
+                    "how": "words",
+                    "score": score,
+                    "allocate": POOLED,
+                    "merge": "drop",
+                    "family": family,
+                }
                 each |= (
                     {"key_bits": bits, "value_bits": bits} if family == "kivi" else {"rank": 0.5, "lowrank_bits": bits}
                 )

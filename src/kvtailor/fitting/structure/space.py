@@ -33,9 +33,16 @@ TABLE = "table"
 """The allocation of stage 1's optimum."""
 POOLED = "pooled(floor=0.0)"
 _SCORES = (
-    "snapkv(kernel=5)", "snapkv", "critical(of=snapkv)", "h2o", "tova", "expected", "kvzip", "keydiff",
+    "snapkv(kernel=5)",
+    "snapkv",
+    "critical(of=snapkv)",
+    "h2o",
+    "tova",
+    "expected",
+    "kvzip",
+    "keydiff",
     "position(sinks=4)",
-)  # fmt: skip
+)
 _ALLOCATORS = ("uniform", "adakv", POOLED, "pyramid")
 _MERGERS = ("drop", "d2o", "cam")
 _FAMILIES = (NONE, "kivi", "rotated", "nuq", "lowrank")
@@ -71,7 +78,7 @@ class Space:
     @classmethod
     def of(
         cls, sizer: Sizer, layers: LayerMap | None, *, without: Sequence[str] = (), reads_twice: bool = True
-    ) -> Space:  # fmt: skip
+    ) -> Space:
         """Return the space of what the model can have.
 
         Args:
@@ -88,19 +95,28 @@ class Space:
             name
             for name in _FAMILIES
             if not _named(_codec_word({"family": name, "key_bits": 4, "value_bits": 4, "rank": 0.5})) & left
-            and (name == NONE or sizer.refusal(Plan.parse(_codec_word(
-                {"family": name, "key_bits": 4, "value_bits": 4, "rank": 0.5}))) is None)
-        )  # fmt: skip
+            and (
+                name == NONE
+                or sizer.refusal(Plan.parse(_codec_word({"family": name, "key_bits": 4, "value_bits": 4, "rank": 0.5})))
+                is None
+            )
+        )
         presets = tuple(
-            name for name in registry.presets()
+            name
+            for name in registry.presets()
             if name not in (FULL, *_SAVE_NO_MEMORY) and name not in left and not _of_preset(name) & left
-        )  # fmt: skip
+        )
         allocators = tuple(word for word in _ALLOCATORS if word.partition("(")[0] not in left)
         return cls(
-            sizer=sizer, layers=layers, scores=tuple(word for word in able if word not in slow), slow_scores=slow,
-            presets=presets, families=families, allocators=allocators,
+            sizer=sizer,
+            layers=layers,
+            scores=tuple(word for word in able if word not in slow),
+            slow_scores=slow,
+            presets=presets,
+            families=families,
+            allocators=allocators,
             mergers=tuple(word for word in _MERGERS if word not in left),
-        )  # fmt: skip
+        )
 
     @property
     def allocations(self) -> list[str]:
@@ -184,15 +200,19 @@ class Space:
             return plan
 
         solved = solved_plan(
-            found, sizer.geometry, context=sizer.context, batch=sizer.batch, element=sizer.element, memory=memory,
-            size=lambda plan: sizer.most(made(plan)), score=point["score"],
-        )  # fmt: skip
+            found,
+            sizer.geometry,
+            context=sizer.context,
+            batch=sizer.batch,
+            element=sizer.element,
+            memory=memory,
+            size=lambda plan: sizer.most(made(plan)),
+            score=point["score"],
+        )
         return None if solved is None else made(solved.plan)
 
 
-def layers_start(
-    layers: LayerMap, score: str, *, least_share: float = 0.0, allocate: str = TABLE
-) -> dict[str, Any]:  # fmt: skip
+def layers_start(layers: LayerMap, score: str, *, least_share: float = 0.0, allocate: str = TABLE) -> dict[str, Any]:
     """Return parameters of stage 1's optimum with a scorer, as Optuna takes them.
 
     Args:

@@ -325,7 +325,7 @@ def read_lanes(
                     owner=p.owner,
                     visible=p.visible,
                     log_weight=p.log_weight,
-                )  # fmt: skip
+                )
                 for p, each, attend in zip(lanes, sides, kernels, strict=True)
             ]
             return _by_heads(query, *dispatch.merged([*found, *stored], sinks))

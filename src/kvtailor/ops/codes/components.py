@@ -18,9 +18,16 @@ from kvtailor.ops.codes.sides import decoded_channels, padded_groups
 from kvtailor.ops.segments.coded import TimeGrouped
 
 __all__ = [
-    "MOST_BITS", "UNIT", "ComponentCodes", "best_bits", "bytes_of_run", "distortions", "part_distortions",
-    "principal_parts", "unit_sizes",
-]  # fmt: skip
+    "MOST_BITS",
+    "UNIT",
+    "ComponentCodes",
+    "best_bits",
+    "bytes_of_run",
+    "distortions",
+    "part_distortions",
+    "principal_parts",
+    "unit_sizes",
+]
 
 UNIT = 8
 MOST_BITS = 8

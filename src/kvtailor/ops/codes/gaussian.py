@@ -37,8 +37,9 @@ def gaussian_levels(bits: int) -> Tensor:
         levels = torch.linspace(-2, 2, 2**bits, dtype=torch.float64)
         density = lambda x: (-x.square() / 2).exp() / math.sqrt(2 * math.pi)  # noqa: E731
         for _ in range(_ROUNDS):
-            border = torch.cat([levels.new_tensor([-torch.inf]), (levels[1:] + levels[:-1]) / 2,
-                                levels.new_tensor([torch.inf])])  # fmt: skip
+            border = torch.cat(
+                [levels.new_tensor([-torch.inf]), (levels[1:] + levels[:-1]) / 2, levels.new_tensor([torch.inf])]
+            )
             below = torch.special.ndtr(border)
             # The mean of a normal number between two borders.
             moved = (density(border[:-1]) - density(border[1:])) / (below[1:] - below[:-1])

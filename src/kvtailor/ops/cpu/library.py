@@ -50,9 +50,14 @@ VARIANTS = ("avx512vnni", "avx512", "avx2", "portable")
 _FOLDER = Path(__file__).parent
 # Functions that give a number of floats.
 _COUNTS = (
-    "kvtailor_scratch", "kvtailor_found", "kvtailor_found_of_any", "kvtailor_kept", "kvtailor_coding_scratch",
-    "kvtailor_choice_scratch", "kvtailor_pages_scratch",
-)  # fmt: skip
+    "kvtailor_scratch",
+    "kvtailor_found",
+    "kvtailor_found_of_any",
+    "kvtailor_kept",
+    "kvtailor_coding_scratch",
+    "kvtailor_choice_scratch",
+    "kvtailor_pages_scratch",
+)
 
 
 class Side(ctypes.Structure):

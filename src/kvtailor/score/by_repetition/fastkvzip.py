@@ -55,8 +55,14 @@ class FastKVzip(ReadsOwnToken, Scorer):
     sinks: int = 4
     calibrates: ClassVar[str] = "fastkvzip"
     per_head: ClassVar[tuple[str, ...]] = (
-        "gate_query", "gate_query_bias", "gate_query_norm", "gate_key", "gate_key_norm", "gate_sinks", "gate_bias",
-    )  # fmt: skip
+        "gate_query",
+        "gate_query_bias",
+        "gate_query_norm",
+        "gate_key",
+        "gate_key_norm",
+        "gate_sinks",
+        "gate_bias",
+    )
     slack: ClassVar[int | None] = 128
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = HEAD_BY_HEAD
@@ -88,9 +94,14 @@ class FastKVzip(ReadsOwnToken, Scorer):
         """Gates, each (layers, heads, ...): see `gated`."""
         read = size + value_size
         shapes = (
-            (read, group, _CHANNELS), (group, _CHANNELS), (_CHANNELS,), (read, _CHANNELS), (_CHANNELS,),
-            (_SINKS, _CHANNELS), (group,),
-        )  # fmt: skip
+            (read, group, _CHANNELS),
+            (group, _CHANNELS),
+            (_CHANNELS,),
+            (read, _CHANNELS),
+            (_CHANNELS,),
+            (_SINKS, _CHANNELS),
+            (group,),
+        )
         drawn = (torch.randn(layers, heads, *shape, generator=generator, dtype=torch.float32) * 0.3 for shape in shapes)
         return dict(zip(cls.per_head, drawn, strict=True))
 

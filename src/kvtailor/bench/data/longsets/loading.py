@@ -39,11 +39,19 @@ def _names(*stems: str) -> tuple[str, ...]:
 
 
 _FILES = {
-    "longbench": (*_names("{0}", "{0}.*", "{0}/test", "{0}/test.*", "{0}/{0}"), "{0}/test-*.parquet", "{0}-*.parquet",
-                  "data.zip", "{0}.zip"),
-    "zeroscrolls": (*_names("{0}/validation", "{0}/{0}/validation", "{0}/validation.*"), "{0}/validation-*.parquet",
-                    "{0}.zip"),
-}  # fmt: skip
+    "longbench": (
+        *_names("{0}", "{0}.*", "{0}/test", "{0}/test.*", "{0}/{0}"),
+        "{0}/test-*.parquet",
+        "{0}-*.parquet",
+        "data.zip",
+        "{0}.zip",
+    ),
+    "zeroscrolls": (
+        *_names("{0}/validation", "{0}/{0}/validation", "{0}/validation.*"),
+        "{0}/validation-*.parquet",
+        "{0}.zip",
+    ),
+}
 _USUAL = {
     "longbench": ("{0}.jsonl", "{0}.dev.jsonl", "{0}/test-*.parquet", "data.zip"),
     "zeroscrolls": ("{0}/validation.jsonl", "{0}/validation-*.parquet", "{0}.zip"),

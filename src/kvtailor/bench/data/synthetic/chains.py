@@ -98,9 +98,15 @@ def make_chain(
     if kind == "working":
         return _working(random_source("working", state, split), state, length, count, count_tokens)
     document = make_document(
-        "variables", state=state, split=split, length=length, depth=0.5, count_tokens=count_tokens, hops=count,
+        "variables",
+        state=state,
+        split=split,
+        length=length,
+        depth=0.5,
+        count_tokens=count_tokens,
+        hops=count,
         distractors=_OTHERS,
-    )  # fmt: skip
+    )
     step = Step("", document.answer, parts(document.answer)[-1])
     return Chain(document.prompt, (step,), kind, state)
 

@@ -122,6 +122,7 @@ TASKS: Mapping[str, Callable[..., Plot]] = {
 """Tasks that ask for facts, each of which stands at a depth. Generated text is made of these, one after the other, so
 that another one here would change every text, and what was calibrated on it."""
 
+
 def _reworded(rng: random.Random, depth: float) -> Plot:
     return Plot([hidden_facts.reworded_fact(rng)], 0)
 

@@ -62,9 +62,10 @@ def bars(drawn: Sequence[Bar], *, x: str, title: str, mark: float | None = None)
     parts = [opened(WIDTH, height, title)]
     for value in across:
         parts.append(
-            f'<line class="zero" x1="{at(value):.1f}" x2="{at(value):.1f}" y1="{_TOP}" y2="{foot}"/>' if value == 0
+            f'<line class="zero" x1="{at(value):.1f}" x2="{at(value):.1f}" y1="{_TOP}" y2="{foot}"/>'
+            if value == 0
             else f'<path class="grid" d="M{at(value):.1f} {_TOP}V{foot}"/>'
-        )  # fmt: skip
+        )
         parts.append(label("tick", at(value), foot + 16, f"{value:g}"))
     parts.append(label("axis", (_LEFT + WIDTH - margin) / 2, height - 6, x))
     texts = []

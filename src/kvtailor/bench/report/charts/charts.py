@@ -191,20 +191,34 @@ def _throughput(drawn: Drawn, series: Sequence[Series], note: str) -> Iterator[s
     unit, size = byte_unit(max(each[0] for mine in found for each in mine))
     batches = ", ".join(str(batch) for batch in sorted({int(str(each.point.get("batch", 1))) for each in series}))
     picture = lines(
-        [Line(marks=tuple(_mark(drawn, each, axis, size) for each in mine),
-              behind=drawn.behind([key for each in mine for key in each[-1]]))
-         for mine in found if mine[0][4] in drawn.few],
-        x=f"bytes held, {unit}", y=axis, title=title,
-    )  # fmt: skip
+        [
+            Line(
+                marks=tuple(_mark(drawn, each, axis, size) for each in mine),
+                behind=drawn.behind([key for each in mine for key in each[-1]]),
+            )
+            for mine in found
+            if mine[0][4] in drawn.few
+        ],
+        x=f"bytes held, {unit}",
+        y=axis,
+        title=title,
+    )
     yield figure(title, picture, ", ".join(filter(None, [note, f"batches of {batches}, joined by lines"])))
 
 
 def _mark(drawn: Drawn, found: _Found, axis: str, size: int) -> Mark:
     held, value, low, high, row, words, keys = found
     return Mark(
-        x=held / size, y=value, low=low, high=high, label=row.label, number=drawn.numbers[row.plan_hash],
-        hover=f"{byte_text(held)} held\n{axis}: {words}", kind=drawn.kinds[row.plan_hash], behind=drawn.behind(keys),
-    )  # fmt: skip
+        x=held / size,
+        y=value,
+        low=low,
+        high=high,
+        label=row.label,
+        number=drawn.numbers[row.plan_hash],
+        hover=f"{byte_text(held)} held\n{axis}: {words}",
+        kind=drawn.kinds[row.plan_hash],
+        behind=drawn.behind(keys),
+    )
 
 
 def _time_bars(drawn: Drawn, shown: Series, name: str, title: str) -> Iterator[str]:
@@ -223,12 +237,18 @@ def _time_bars(drawn: Drawn, shown: Series, name: str, title: str) -> Iterator[s
         hover += "" if floor is None else f"\nfloor {milliseconds(floor)} ms"
         found.append(
             Bar(
-                value=1000 * middle, low=None if q1 is None else 1000 * q1, high=None if q3 is None else 1000 * q3,
-                goal=None if floor is None else 1000 * floor, text=milliseconds(middle), label=row.label,
-                number=drawn.numbers[row.plan_hash], hover=hover, kind=drawn.kinds[row.plan_hash],
+                value=1000 * middle,
+                low=None if q1 is None else 1000 * q1,
+                high=None if q3 is None else 1000 * q3,
+                goal=None if floor is None else 1000 * floor,
+                text=milliseconds(middle),
+                label=row.label,
+                number=drawn.numbers[row.plan_hash],
+                hover=hover,
+                kind=drawn.kinds[row.plan_hash],
                 behind=drawn.behind([record.key]),
             )
-        )  # fmt: skip
+        )
     if found:
         with_floor = any(bar.goal is not None for bar in found)
         note = "Medians, quartiles as whiskers" + ("; the thick tick is the physical floor." if with_floor else ".")
@@ -259,12 +279,17 @@ def every_task(drawn: Drawn, measures: Sequence[Measure]) -> Iterator[str]:
                     hover += f" ({difference.low:+.3g} to {difference.high:+.3g})"
             found.append(
                 Bar(
-                    value=score.value, low=None if is_full else low, high=None if is_full else high,
-                    text=f"{score.value:.1f}" if share else f"{score.value:.2f}", label=row.label,
-                    number=drawn.numbers[row.plan_hash], hover=hover, kind=drawn.kinds[row.plan_hash],
+                    value=score.value,
+                    low=None if is_full else low,
+                    high=None if is_full else high,
+                    text=f"{score.value:.1f}" if share else f"{score.value:.2f}",
+                    label=row.label,
+                    number=drawn.numbers[row.plan_hash],
+                    hover=hover,
+                    kind=drawn.kinds[row.plan_hash],
                     behind=drawn.behind(score.keys),
                 )
-            )  # fmt: skip
+            )
         mark = measure.scores[full].value if full is not None and full in measure.scores else None
         title = f"{measure.task}: {measure.name}"
         better = "lower is better" if measure.lower_is_better else "higher is better"

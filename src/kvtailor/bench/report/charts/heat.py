@@ -25,9 +25,14 @@ class HeatCell:
 
 
 def heat_map(
-    cells: Sequence[Sequence[HeatCell | None]], *, columns: Sequence[str], rows: Sequence[str], title: str,
-    across: str = "", told: str = "",
-) -> str:  # fmt: skip
+    cells: Sequence[Sequence[HeatCell | None]],
+    *,
+    columns: Sequence[str],
+    rows: Sequence[str],
+    title: str,
+    across: str = "",
+    told: str = "",
+) -> str:
     """A grid.
 
     Args:

@@ -90,8 +90,9 @@ def _of_measure(drawn: Drawn, measure: Measure, full: Row) -> Losses | None:
         value, low, high = score.difference.value, score.difference.low, score.difference.high
         if not measure.lower_is_better:
             value, low, high = -value, None if high is None else -high, None if low is None else -low
-        found.append(Loss(row=row, bytes=score.bytes_held, share=score.ratio, value=value, low=low, high=high,
-                          keys=score.keys))  # fmt: skip
+        found.append(
+            Loss(row=row, bytes=score.bytes_held, share=score.ratio, value=value, low=low, high=high, keys=score.keys)
+        )
     axis = f"{NATS} over full" if unit == NATS else f"{unit} lost"
     return _losses(drawn, f"{measure.task}: {measure.name}", axis, unit, found)
 
@@ -103,8 +104,9 @@ def _of_kl(drawn: Drawn) -> Losses | None:
         if row.is_full or row.kl is None or record is None or not record.bytes_held or not record.bytes_full:
             continue
         share = record.bytes_held / record.bytes_full
-        found.append(Loss(row=row, bytes=record.bytes_held, share=share, value=row.kl, low=None, high=None,
-                          keys=(record.key,)))  # fmt: skip
+        found.append(
+            Loss(row=row, bytes=record.bytes_held, share=share, value=row.kl, low=None, high=None, keys=(record.key,))
+        )
     return _losses(drawn, "fidelity: KL(full || plan)", f"KL, {NATS}", NATS, found)
 
 
@@ -128,15 +130,29 @@ def picture(drawn: Drawn, asked: Losses) -> str:
     """Return the chart as it stands where no script runs, as SVG."""
     marks = [
         Mark(
-            x=100 * each.share, y=each.value, low=each.low, high=each.high, label=each.row.label,
-            number=drawn.numbers[each.row.plan_hash], kind=drawn.kinds[each.row.plan_hash],
-            hover=f"{byte_text(each.bytes)} held\n{_in_words(each)} {asked.unit}", behind=drawn.behind(each.keys),
+            x=100 * each.share,
+            y=each.value,
+            low=each.low,
+            high=each.high,
+            label=each.row.label,
+            number=drawn.numbers[each.row.plan_hash],
+            kind=drawn.kinds[each.row.plan_hash],
+            hover=f"{byte_text(each.bytes)} held\n{_in_words(each)} {asked.unit}",
+            behind=drawn.behind(each.keys),
         )
         for each in asked.found
-    ]  # fmt: skip
+    ]
     full = next(row for row in drawn.plans if row.is_full)
-    marks.append(Mark(x=100.0, y=0.0, label=full.label, number=drawn.numbers[full.plan_hash], hover="loses nothing",
-                      kind=drawn.kinds[full.plan_hash]))  # fmt: skip
+    marks.append(
+        Mark(
+            x=100.0,
+            y=0.0,
+            label=full.label,
+            number=drawn.numbers[full.plan_hash],
+            hover="loses nothing",
+            kind=drawn.kinds[full.plan_hash],
+        )
+    )
     axis = f"bytes held, % of the uncompressed {byte_text(asked.full)}"
     return scatter(marks, x=axis, y=asked.axis, title=asked.name, front=front_of(marks, lower_is_better=True))
 
@@ -145,25 +161,41 @@ def chart_data(drawn: Drawn, asked: Sequence[Losses]) -> dict[str, object]:
     """Return what the script reads: the plans, and for each question the numbers of each plan, unrounded."""
     return {
         "plans": [
-            [drawn.numbers[row.plan_hash], row.label, short_name(row.label), drawn.kinds[row.plan_hash],
-             int(row.is_full)]
+            [
+                drawn.numbers[row.plan_hash],
+                row.label,
+                short_name(row.label),
+                drawn.kinds[row.plan_hash],
+                int(row.is_full),
+            ]
             for row in drawn.plans
         ],
         "asked": [
             {
-                "name": each.name, "axis": each.axis, "unit": each.unit, "full": each.full,
-                "full_text": byte_text(each.full), "tokens": each.tokens,
+                "name": each.name,
+                "axis": each.axis,
+                "unit": each.unit,
+                "full": each.full,
+                "full_text": byte_text(each.full),
+                "tokens": each.tokens,
                 "points": list(_points(drawn, each)),
             }
             for each in asked
         ],
-    }  # fmt: skip
+    }
 
 
 def _points(drawn: Drawn, asked: Losses) -> Iterator[list[object]]:
     for each in asked.found:
-        yield [drawn.numbers[each.row.plan_hash], each.bytes, byte_text(each.bytes), each.share, each.value, each.low,
-               each.high]  # fmt: skip
+        yield [
+            drawn.numbers[each.row.plan_hash],
+            each.bytes,
+            byte_text(each.bytes),
+            each.share,
+            each.value,
+            each.low,
+            each.high,
+        ]
 
 
 def _in_words(each: Loss) -> str:

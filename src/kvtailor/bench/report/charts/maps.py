@@ -32,10 +32,12 @@ def needles(drawn: Drawn) -> Iterator[str]:
                 continue
             grid = [[_answers(drawn, mine, row, length, depth) for length in lengths] for depth in depths]
             picture = heat_map(
-                grid, columns=[f"{length:,}" for length in lengths], rows=[f"{depth:.2g}" for depth in depths],
+                grid,
+                columns=[f"{length:,}" for length in lengths],
+                rows=[f"{depth:.2g}" for depth in depths],
                 title=f"{kind} under {row.label}",
                 told=f"{{column}} tokens, depth {{row}}: {{text}}% of {_documents(mine, row)} documents",
-            )  # fmt: skip
+            )
             yield _figure(drawn, row, picture)
         yield "</div>"
 
@@ -71,18 +73,22 @@ def budgets(drawn: Drawn) -> Iterator[str]:
         grid = [
             [
                 HeatCell(
-                    share=tokens / most, text=f"{tokens:.0f}",
+                    share=tokens / most,
+                    text=f"{tokens:.0f}",
                     hover=f"layer {layer}, head {head}: {tokens:g} of {record.tokens_seen} tokens",
                 )
                 for head, tokens in enumerate(by_head)
             ]
             for layer, by_head in enumerate(layers)
-        ]  # fmt: skip
+        ]
         picture = heat_map(
-            grid, columns=[str(head) for head in range(heads)], rows=[str(layer) for layer in range(len(layers))],
-            title=f"tokens by layer and head under {row.label}", across="kv head",
+            grid,
+            columns=[str(head) for head in range(heads)],
+            rows=[str(layer) for layer in range(len(layers))],
+            title=f"tokens by layer and head under {row.label}",
+            across="kv head",
             told=f"layer {{row}}, head {{column}}: {{text}} of {record.tokens_seen} tokens",
-        )  # fmt: skip
+        )
         yield _figure(drawn, row, picture)
     yield "</div>"
 

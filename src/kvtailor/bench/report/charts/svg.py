@@ -97,11 +97,17 @@ class _Frame:
         """Where a number beside a point covers nothing: x, y of its baseline, and its anchor."""
         wide = width_of(text)
         places = [
-            (at_x + 7, at_y - 4, "start"), (at_x + 7, at_y + 13, "start"), (at_x - 7, at_y - 4, "end"),
-            (at_x - 7, at_y + 13, "end"), (at_x, at_y - 10, "middle"), (at_x, at_y + 19, "middle"),
-            (at_x + 19, at_y + 4, "start"), (at_x - 19, at_y + 4, "end"), (at_x + 7, at_y - 18, "start"),
+            (at_x + 7, at_y - 4, "start"),
+            (at_x + 7, at_y + 13, "start"),
+            (at_x - 7, at_y - 4, "end"),
+            (at_x - 7, at_y + 13, "end"),
+            (at_x, at_y - 10, "middle"),
+            (at_x, at_y + 19, "middle"),
+            (at_x + 19, at_y + 4, "start"),
+            (at_x - 19, at_y + 4, "end"),
+            (at_x + 7, at_y - 18, "start"),
             (at_x + 7, at_y + 26, "start"),
-        ]  # fmt: skip
+        ]
 
         def box(place: tuple[float, float, str]) -> tuple[float, float, float, float]:
             left = place[0] - {"start": 0.0, "middle": wide / 2, "end": wide}[place[2]]

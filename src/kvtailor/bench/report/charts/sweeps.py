@@ -129,9 +129,13 @@ def _axis(name: str) -> str:
 def _mark(drawn: Drawn, record: Record, x: float, y: float, words: str) -> Mark:
     plan = record.plan_hash
     return Mark(
-        x=x, y=y, label=record.label, number=drawn.numbers[plan], kind=drawn.kinds[plan],
+        x=x,
+        y=y,
+        label=record.label,
+        number=drawn.numbers[plan],
+        kind=drawn.kinds[plan],
         hover=words,
-    )  # fmt: skip
+    )
 
 
 def _metric(name: str) -> Value:

@@ -39,8 +39,11 @@ def choice(drawn: Drawn, asked: Sequence[Losses]) -> str:
         '<div class="mine question"><label for="question">Loss in</label>'
         f'<select id="question">{options}</select></div>'
     )
-    lacking = [row.label for row in drawn.plans if not row.is_full and
-               row.plan_hash not in {each.row.plan_hash for each in asked[0].found}]  # fmt: skip
+    lacking = [
+        row.label
+        for row in drawn.plans
+        if not row.is_full and row.plan_hash not in {each.row.plan_hash for each in asked[0].found}
+    ]
     absent = f" Without bytes or a loss there, so not drawn: {', '.join(lacking)}." if lacking else ""
     still = f"Without scripts this is the loss in {escape(asked[0].name)}.{escape(absent)}"
     return (
@@ -67,5 +70,7 @@ def _legend(drawn: Drawn) -> str:
     shown = f'<ul class="legend" aria-label="the plans by number and colour">{entries}</ul>'
     if len(drawn.plans) <= _MANY_PLANS:
         return shown
-    return f"<details><summary>The {len(drawn.plans)} plans by number and colour; choose which are shown</summary>" \
-        f"{shown}</details>"  # fmt: skip
+    return (
+        f"<details><summary>The {len(drawn.plans)} plans by number and colour; choose which are shown</summary>"
+        f"{shown}</details>"
+    )

@@ -128,11 +128,15 @@ def _of_task(task: str, lines: Sequence[tuple[int, Record]], numbers: Mapping[st
     columns |= {name: [_written(record.point.get(name)) for _, record in lines] for name in points}
     columns |= {name: [_written(of(record)) for _, record in lines] for name, of in _OF_RECORD.items()}
     # Plans and keys tell lines from each other, so they stay where they happen to be the same.
-    same = {name: values[0] for name, values in columns.items()
-            if name not in ("plan", "key") and len(set(values)) == 1}  # fmt: skip
-    caption = ", ".join([f"<b>{escape(task)}</b>", *(
-        f"{escape(name.replace('_', ' '))} {escape(value)}" for name, value in same.items() if value != _DASH
-    )])  # fmt: skip
+    same = {
+        name: values[0] for name, values in columns.items() if name not in ("plan", "key") and len(set(values)) == 1
+    }
+    caption = ", ".join(
+        [
+            f"<b>{escape(task)}</b>",
+            *(f"{escape(name.replace('_', ' '))} {escape(value)}" for name, value in same.items() if value != _DASH),
+        ]
+    )
     shown: dict[str, list[str]] = {}
     for name, values in columns.items():
         twin = next((other for other, known in shown.items() if known == values), None)

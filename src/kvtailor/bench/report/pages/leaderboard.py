@@ -50,11 +50,17 @@ def board_grid(ranking: Ranking) -> Grid:
     rows, plans = [], []
     for place in (ranking.full, *ranking.places):
         budget = Cell() if place.budget is None else _number(100 * place.budget, 2)
-        rows.append((
-            _text(place.plan), _text(place.family), _text(place.label), budget, _bytes(place),
-            *(_score_cell(column, place) for column in ranking.columns),
-            *(_time(place, label) for label in ranking.timed),
-        ))  # fmt: skip
+        rows.append(
+            (
+                _text(place.plan),
+                _text(place.family),
+                _text(place.label),
+                budget,
+                _bytes(place),
+                *(_score_cell(column, place) for column in ranking.columns),
+                *(_time(place, label) for label in ranking.timed),
+            )
+        )
         plans.append(place.plan_hash)
     return Grid(name="leaderboard", title=ranking.board.title, heads=heads, rows=tuple(rows), plans=tuple(plans))
 
@@ -138,15 +144,21 @@ def _table(ranking: Ranking, budget: float) -> str:
     places = [ranking.full, *ranking.at(budget)]
     rows = tuple(
         (
-            Cell(text=place.label, value=place.label), _text(place.family), _bytes(place),
-            *(_score_cell(column, place) for column in columns), *(_time(place, label) for label in ranking.timed),
+            Cell(text=place.label, value=place.label),
+            _text(place.family),
+            _bytes(place),
+            *(_score_cell(column, place) for column in columns),
+            *(_time(place, label) for label in ranking.timed),
         )
         for place in places
-    )  # fmt: skip
+    )
     grid = Grid(
-        name=f"leaderboard-{_slug(budget)}", title=f"plans at {_percent(budget)} of the bytes", heads=heads, rows=rows,
+        name=f"leaderboard-{_slug(budget)}",
+        title=f"plans at {_percent(budget)} of the bytes",
+        heads=heads,
+        rows=rows,
         plans=tuple(place.plan_hash for place in places),
-    )  # fmt: skip
+    )
     return table(grid, {}, {}, {}, classes={ranking.full.plan_hash: "full"})
 
 

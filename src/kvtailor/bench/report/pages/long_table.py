@@ -22,10 +22,16 @@ __all__ = ["COLUMNS", "long_table"]
 COLUMNS = ("model", "text", "point", "plan", "metric", "unit", "value", "low", "high", "n")
 
 _FIELDS = {
-    "tokens_seen": "tokens", "tokens_held": "tokens", "tokens_read": "tokens", "bytes_held": "bytes",
-    "bytes_full": "bytes", "bytes_resident": "bytes", "bytes_peak": "bytes", "bytes_peak_decode": "bytes",
+    "tokens_seen": "tokens",
+    "tokens_held": "tokens",
+    "tokens_read": "tokens",
+    "bytes_held": "bytes",
+    "bytes_full": "bytes",
+    "bytes_resident": "bytes",
+    "bytes_peak": "bytes",
+    "bytes_peak_decode": "bytes",
     "floor_seconds": "seconds",
-}  # fmt: skip
+}
 
 
 class _Line(NamedTuple):

@@ -178,8 +178,9 @@ def _sections(summary: Summary, drawn: Drawn, asked: Sequence[Losses]) -> Iterat
     if asked:
         yield Section("front", "Bytes against loss", choice(drawn, asked))
     tools = "" if asked or len(drawn.plans) < 2 else filter_alone(drawn)
-    yield Section("plans", "Plans", tools + table(main, drawn.lines, drawn.numbers, drawn.kinds, tags=best,
-                                                  classes=full))  # fmt: skip
+    yield Section(
+        "plans", "Plans", tools + table(main, drawn.lines, drawn.numbers, drawn.kinds, tags=best, classes=full)
+    )
     yield Section("bytes", "What bytes mean here", sizes([main, *further]))
     if len(summary.measures) > 1:
         grid = quality_grid(summary.measures, summary.rows)

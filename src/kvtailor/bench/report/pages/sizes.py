@@ -16,18 +16,30 @@ _HELD = (
     "so that 'full' has 100."
 )
 _OTHERS: tuple[tuple[str, str, str], ...] = (
-    ("plans", "tokens held", "How many tokens still have keys and values: a plan with fewer tokens, or with fewer bits "
-     "for each, has fewer bytes, and the two shares are not the same."),
-    ("memory", "resident", "How much memory a fresh process grew for each cache that it holds, by the operating system "
-     "and not by our count. It checks bytes held."),
-    ("memory", "peak, prefill", "The highest memory of that process in one prefill, above what it held before: the "
-     "cache and all that the prefill works with. A small cache may have a high peak."),
+    (
+        "plans",
+        "tokens held",
+        "How many tokens still have keys and values: a plan with fewer tokens, or with fewer bits "
+        "for each, has fewer bytes, and the two shares are not the same.",
+    ),
+    (
+        "memory",
+        "resident",
+        "How much memory a fresh process grew for each cache that it holds, by the operating system "
+        "and not by our count. It checks bytes held.",
+    ),
+    (
+        "memory",
+        "peak, prefill",
+        "The highest memory of that process in one prefill, above what it held before: the "
+        "cache and all that the prefill works with. A small cache may have a high peak.",
+    ),
     ("memory", "peak, decode", "The same while it decodes after that prefill."),
     ("capacity", "memory", "The memory that a batch or a context was fitted into."),
     ("capacity", "one more token", "How many bytes the cache grows for one more token."),
     ("speculation", "on the device", "All caches that are at work at once, those of the drafts included."),
     ("speculation", "plain, on the device", "The same without a draft."),
-)  # fmt: skip
+)
 
 
 def sizes(grids: Sequence[Grid]) -> str:

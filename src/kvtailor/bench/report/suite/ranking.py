@@ -192,9 +192,7 @@ def _good(cell: Cell, plan_hash: str, of_task: Mapping[str, list[Record]]) -> li
     return found if all(found) else None
 
 
-def _column(
-    board: Leaderboard, label: str, cell: Cell, of_task: Mapping[str, list[Record]], full_hash: str
-) -> Column:  # fmt: skip
+def _column(board: Leaderboard, label: str, cell: Cell, of_task: Mapping[str, list[Record]], full_hash: str) -> Column:
     name = cell.measure.removeprefix("paired.")
     records = _good(cell, full_hash, of_task)
     values = [value for each in records or [] for record in each for value in record.values.get(name, ())]
@@ -251,9 +249,7 @@ def _place(
     )
 
 
-def _score(
-    column: Column, ours: list[list[Record]] | None, theirs: list[list[Record]] | None
-) -> Score | None:  # fmt: skip
+def _score(column: Column, ours: list[list[Record]] | None, theirs: list[list[Record]] | None) -> Score | None:
     """None where it was not measured on all that 'full' was measured on."""
     if ours is None or theirs is None or _points(ours) != _points(theirs):
         return None
@@ -295,8 +291,17 @@ def _times(row: _Row, timed: Sequence[Record], full_hash: str) -> dict[str, floa
             continue
         asked = {str(each) for each in cell.tasks}
         for record in (r for r in timed if r.plan_hash == row.plan_hash and str(r.asked) in asked):
-            other = next((r for r in timed if r.plan_hash == full_hash and r.run == record.run
-                          and r.asked == record.asked and point_of(r) == point_of(record)), None)  # fmt: skip
+            other = next(
+                (
+                    r
+                    for r in timed
+                    if r.plan_hash == full_hash
+                    and r.run == record.run
+                    and r.asked == record.asked
+                    and point_of(r) == point_of(record)
+                ),
+                None,
+            )
             ours, theirs = (
                 None if each is None else each.timings.get(name, {}).get("median") for each in (record, other)
             )

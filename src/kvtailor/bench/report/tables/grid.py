@@ -9,8 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-__all__ = ["EMPTY", "Cell", "Grid", "as_csv", "as_latex", "as_markdown", "csv_cell", "interval", "safe_markdown",
-           "visible"]  # fmt: skip
+__all__ = [
+    "EMPTY",
+    "Cell",
+    "Grid",
+    "as_csv",
+    "as_latex",
+    "as_markdown",
+    "csv_cell",
+    "interval",
+    "safe_markdown",
+    "visible",
+]
 
 
 BAR = r"\|"
@@ -132,9 +142,22 @@ def as_csv(grid: Grid) -> str:
     return out.getvalue()
 
 
-_LATEX = {"\\": r"\textbackslash{}", "_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}",
-          "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "Δ": r"$\Delta$", "×": r"$\times$",
-          "|": r"\textbar{}"}  # fmt: skip
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "_": r"\_",
+    "%": r"\%",
+    "&": r"\&",
+    "#": r"\#",
+    "$": r"\$",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "–": "--",
+    "Δ": r"$\Delta$",
+    "×": r"$\times$",
+    "|": r"\textbar{}",
+}
 
 
 def as_latex(grid: Grid) -> str:

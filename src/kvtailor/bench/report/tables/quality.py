@@ -182,9 +182,14 @@ def _perplexities(records: Sequence[Record], full: str | None) -> Iterator[Measu
             )
         if scores:
             yield Measure(
-                name=name, task="perplexity", unit="perplexity", difference_unit=NATS, lower_is_better=True,
-                is_base=each is shown, scores=scores,
-            )  # fmt: skip
+                name=name,
+                task="perplexity",
+                unit="perplexity",
+                difference_unit=NATS,
+                lower_is_better=True,
+                is_base=each is shown,
+                scores=scores,
+            )
 
 
 def _needles(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
@@ -200,9 +205,14 @@ def _needles(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
         if joined:
             name = f"{kind}, {'recall' if what == 'recall' else 'right'}" + (", question outside" if outside else "")
             yield Measure(
-                name=name, task="needle", unit="%", difference_unit=POINTS, lower_is_better=False,
-                is_base=True, scores=joined,
-            )  # fmt: skip
+                name=name,
+                task="needle",
+                unit="%",
+                difference_unit=POINTS,
+                lower_is_better=False,
+                is_base=True,
+                scores=joined,
+            )
 
 
 def _sets(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
@@ -311,18 +321,26 @@ def _joined(
         if len(theirs) == len(values):
             paired = difference(values, theirs, top=top, scale=scale)
             losses = losses_of(
-                [scale * x for x in values], [scale * x for x in theirs], lower_is_better=lower_is_better,
+                [scale * x for x in values],
+                [scale * x for x in theirs],
+                lower_is_better=lower_is_better,
                 top=None if top is None else 100.0,
-            )  # fmt: skip
+            )
         low, high = _ends(
             paired, scale * fmean(theirs) if paired is not None else None, top=None if top is None else 100.0
         )
         heaviest = max(mine, key=lambda r: r.bytes_held or 0)
         found[plan] = Score(
-            value=scale * fmean(values), difference=paired, losses=losses, low=low, high=high, samples=len(values),
-            bytes_held=heaviest.bytes_held, ratio=_ratio(heaviest),
+            value=scale * fmean(values),
+            difference=paired,
+            losses=losses,
+            low=low,
+            high=high,
+            samples=len(values),
+            bytes_held=heaviest.bytes_held,
+            ratio=_ratio(heaviest),
             keys=_keys(mine, references if paired is not None else []),
-        )  # fmt: skip
+        )
     return found
 
 

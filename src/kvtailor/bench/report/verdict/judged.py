@@ -45,8 +45,10 @@ class Judged:
     def score_drop(self) -> float:
         """The largest loss beyond chance in scores on scales of their own, as a share of what 'full' has."""
         found = [each for each in self.scores if each[0].difference_unit not in (NATS, POINTS)]
-        return max([s.losses.mean / abs(full.value or 1.0) for m, s, full, _ in found
-                    if s.losses is not None and fell(m, s)], default=0.0)  # fmt: skip
+        return max(
+            [s.losses.mean / abs(full.value or 1.0) for m, s, full, _ in found if s.losses is not None and fell(m, s)],
+            default=0.0,
+        )
 
     def beaten_by(self, other: Judged) -> bool:
         """Whether another plan holds no more bytes and loses no more in anything, and less of one of the two."""

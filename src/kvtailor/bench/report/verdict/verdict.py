@@ -79,8 +79,10 @@ def _headline(full: Row, smaller: Sequence[Row], measures: Sequence[Measure], ma
             who += " and was measured in everything"
         either = limit.replace(" and ", " or ")
         what = loss_words(mildest)
-        return f"{who} loses more than {either}; the mildest is {mildest.row.label}: {what}, at " \
-            f"{share_of_bytes(mildest)} of the bytes."  # fmt: skip
+        return (
+            f"{who} loses more than {either}; the mildest is {mildest.row.label}: {what}, at "
+            f"{share_of_bytes(mildest)} of the bytes."
+        )
     return _no_verdict(mildest, [each for each in fair if not each.worse], fair, asked, margins)
 
 
@@ -159,9 +161,7 @@ def _competing(smaller: Sequence[Row], asked: Sequence[Measure]) -> int:
     return max(1, sum(all(row.plan_hash in measure.scores for measure in asked) for row in smaller))
 
 
-def _judge_all(
-    smaller: Sequence[Row], full: Row, asked: Sequence[Measure], margins: Margins
-) -> list[Judged]:  # fmt: skip
+def _judge_all(smaller: Sequence[Row], full: Row, asked: Sequence[Measure], margins: Margins) -> list[Judged]:
     error = ERROR / _competing(smaller, asked)
     found = []
     for row in smaller:
@@ -223,9 +223,13 @@ def _no_verdict(
         said += f" If further samples turn out as these did, to show it for {nearest.row.label} takes {lacking}."
     texts = [measure for measure in asked if measure.difference_unit == NATS]
     if texts and len(texts) < len(asked):
-        alone = [each for each in fair if not each.worse and
-                 all(found.below for m, *_, found in each.scores if m.difference_unit == NATS) and
-                 not any(fell(m, s) for m, s, *_ in each.scores if m.difference_unit != NATS)]  # fmt: skip
+        alone = [
+            each
+            for each in fair
+            if not each.worse
+            and all(found.below for m, *_, found in each.scores if m.difference_unit == NATS)
+            and not any(fell(m, s) for m, s, *_ in each.scores if m.difference_unit != NATS)
+        ]
         best = best_of(alone, fair)
         if best is not None:
             said += (

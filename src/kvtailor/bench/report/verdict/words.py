@@ -51,8 +51,10 @@ def to_show(judged: Judged) -> list[tuple[str, int]]:
         if found.needed > lacking.get(measure.task, (0, measure, 0))[0]:
             lacking[measure.task] = found.needed, measure, score.samples
     asked = [measure.task for measure, *_ in judged.scores]
-    return [(counted(n, measure) + _OF_EACH.get(task, "") * (asked.count(task) > 1), has)
-            for task, (n, measure, has) in lacking.items()]  # fmt: skip
+    return [
+        (counted(n, measure) + _OF_EACH.get(task, "") * (asked.count(task) > 1), has)
+        for task, (n, measure, has) in lacking.items()
+    ]
 
 
 def too_few(judged: Judged) -> str:
@@ -60,8 +62,12 @@ def too_few(judged: Judged) -> str:
     return " and ".join(f"{words} (this run has {has})" for words, has in to_show(judged))
 
 
-_OF_EACH = {"perplexity": " of each text", "needle": " of each kind", "longcontext": " of each set",
-            "harness": " of each task"}  # fmt: skip
+_OF_EACH = {
+    "perplexity": " of each text",
+    "needle": " of each kind",
+    "longcontext": " of each set",
+    "harness": " of each task",
+}
 
 
 def _samples(measure: Measure) -> str:

@@ -38,9 +38,15 @@ _LOWEST = tl.constexpr(-1e30)
 
 @triton.jit
 def _queries(
-    Q, row, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, PARTS: tl.constexpr,
+    Q,
+    row,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAD: tl.constexpr,
+    PARTS: tl.constexpr,
     FORM: tl.constexpr,
-):  # fmt: skip
+):
     at = tl.arange(0, PAD)
     parts = ()
     for part in tl.static_range(PARTS):
@@ -54,24 +60,85 @@ def _queries(
 
 @triton.jit(do_not_specialize=["slots", "capacity", "weight_lane", "seen_lane", "seen_new", "pages_lane"])
 def split_kernel(
-    Q, OWNER, LENGTHS, SEEN, WEIGHT, PAGES,
-    K, K_STEP, K_LOW, K_ROW, K_TABLE, K_SCALES, V, V_STEP, V_LOW, V_ROW, V_TABLE, V_SCALES,
-    SUM, TOP, TOTAL,
-    slots, capacity, factor, cap,
-    k_lane, k_table, k_row, k_scales,
-    v_lane, v_table, v_row, v_scales,
-    seen_lane, seen_new, seen_slot, weight_lane, pages_lane,
-    ROWS: tl.constexpr, M: tl.constexpr, NEW: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    SEEN_NEW: tl.constexpr, CAUSAL: tl.constexpr, ASM: tl.constexpr,
-    K_FOLD: tl.constexpr, K_SIZE: tl.constexpr, K_BITS: tl.constexpr, K_WIDTH: tl.constexpr, K_PAD: tl.constexpr,
-    K_GROUP: tl.constexpr, K_PER: tl.constexpr, K_ZERO: tl.constexpr, K_FLOAT: tl.constexpr,
-    K_FORM: tl.constexpr, K_EXPONENTS: tl.constexpr, K_SCALES_SLOT: tl.constexpr,
-    K_SLOT: tl.constexpr, K_RUN: tl.constexpr, K_ALIGN: tl.constexpr, K_TABLE_ALIGN: tl.constexpr,
-    V_FOLD: tl.constexpr, V_SIZE: tl.constexpr, V_BITS: tl.constexpr, V_WIDTH: tl.constexpr, V_PAD: tl.constexpr,
-    V_GROUP: tl.constexpr, V_PER: tl.constexpr, V_ZERO: tl.constexpr, V_FLOAT: tl.constexpr,
-    V_FORM: tl.constexpr, V_EXPONENTS: tl.constexpr, V_SCALES_SLOT: tl.constexpr,
-    V_SLOT: tl.constexpr, V_RUN: tl.constexpr, V_ALIGN: tl.constexpr, V_TABLE_ALIGN: tl.constexpr,
-):  # fmt: skip
+    Q,
+    OWNER,
+    LENGTHS,
+    SEEN,
+    WEIGHT,
+    PAGES,
+    K,
+    K_STEP,
+    K_LOW,
+    K_ROW,
+    K_TABLE,
+    K_SCALES,
+    V,
+    V_STEP,
+    V_LOW,
+    V_ROW,
+    V_TABLE,
+    V_SCALES,
+    SUM,
+    TOP,
+    TOTAL,
+    slots,
+    capacity,
+    factor,
+    cap,
+    k_lane,
+    k_table,
+    k_row,
+    k_scales,
+    v_lane,
+    v_table,
+    v_row,
+    v_scales,
+    seen_lane,
+    seen_new,
+    seen_slot,
+    weight_lane,
+    pages_lane,
+    ROWS: tl.constexpr,
+    M: tl.constexpr,
+    NEW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    SEEN_NEW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ASM: tl.constexpr,
+    K_FOLD: tl.constexpr,
+    K_SIZE: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_WIDTH: tl.constexpr,
+    K_PAD: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    K_PER: tl.constexpr,
+    K_ZERO: tl.constexpr,
+    K_FLOAT: tl.constexpr,
+    K_FORM: tl.constexpr,
+    K_EXPONENTS: tl.constexpr,
+    K_SCALES_SLOT: tl.constexpr,
+    K_SLOT: tl.constexpr,
+    K_RUN: tl.constexpr,
+    K_ALIGN: tl.constexpr,
+    K_TABLE_ALIGN: tl.constexpr,
+    V_FOLD: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    V_PAD: tl.constexpr,
+    V_GROUP: tl.constexpr,
+    V_PER: tl.constexpr,
+    V_ZERO: tl.constexpr,
+    V_FLOAT: tl.constexpr,
+    V_FORM: tl.constexpr,
+    V_EXPONENTS: tl.constexpr,
+    V_SCALES_SLOT: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    V_RUN: tl.constexpr,
+    V_ALIGN: tl.constexpr,
+    V_TABLE_ALIGN: tl.constexpr,
+):
     """One (lane, split).
 
     Args:
@@ -159,9 +226,23 @@ def split_kernel(
         elif K_FOLD == VALUE:
             run = run_of(K_ROW, k_row, lane, token, ok, K_GROUP)
             states = decoded(
-                packed, K_STEP, K_LOW, k_table, K_RUN, lane, run, ok,
-                BLOCK, K_SIZE, K_BITS, K_WIDTH, K_PAD, K_PER, K_ZERO, ASM,
-            )  # fmt: skip
+                packed,
+                K_STEP,
+                K_LOW,
+                k_table,
+                K_RUN,
+                lane,
+                run,
+                ok,
+                BLOCK,
+                K_SIZE,
+                K_BITS,
+                K_WIDTH,
+                K_PAD,
+                K_PER,
+                K_ZERO,
+                ASM,
+            )
             logits = tl.zeros([BLOCK, M], tl.float32)
             for part in tl.static_range(K_PARTS):
                 logits = tl.dot(states[part], queries[part], logits)
@@ -169,9 +250,24 @@ def split_kernel(
         elif K_FOLD == BLOCKS:
             run = run_of(K_ROW, k_row, lane, token, ok, K_GROUP)
             states = decoded_blocks(
-                packed, K_SCALES, K_STEP, k_scales, k_table, K_RUN, lane, token, run, ok,
-                K_SCALES_SLOT, K_SIZE, K_WIDTH, K_PAD, K_PER, K_FORM, K_EXPONENTS,
-            )  # fmt: skip
+                packed,
+                K_SCALES,
+                K_STEP,
+                k_scales,
+                k_table,
+                K_RUN,
+                lane,
+                token,
+                run,
+                ok,
+                K_SCALES_SLOT,
+                K_SIZE,
+                K_WIDTH,
+                K_PAD,
+                K_PER,
+                K_FORM,
+                K_EXPONENTS,
+            )
             logits = tl.zeros([BLOCK, M], tl.float32)
             for part in tl.static_range(K_PARTS):
                 logits = tl.dot(states[part], queries[part], logits)
@@ -253,16 +349,45 @@ def split_kernel(
             added = (tl.dot(tl.trans(packed), rounded, sums[0] * fade[None, :], input_precision="tf32x3"),)
         elif V_FOLD == VALUE:
             states = decoded(
-                packed, V_STEP, V_LOW, v_table, V_RUN, lane, run, ok,
-                BLOCK, V_SIZE, V_BITS, V_WIDTH, V_PAD, V_PER, V_ZERO, ASM,
-            )  # fmt: skip
+                packed,
+                V_STEP,
+                V_LOW,
+                v_table,
+                V_RUN,
+                lane,
+                run,
+                ok,
+                BLOCK,
+                V_SIZE,
+                V_BITS,
+                V_WIDTH,
+                V_PAD,
+                V_PER,
+                V_ZERO,
+                ASM,
+            )
             for part in tl.static_range(V_PARTS):
                 added = added + (tl.dot(tl.trans(states[part]), rounded, sums[part] * fade[None, :]),)
         elif V_FOLD == BLOCKS:
             states = decoded_blocks(
-                packed, V_SCALES, V_STEP, v_scales, v_table, V_RUN, lane, token, run, ok,
-                V_SCALES_SLOT, V_SIZE, V_WIDTH, V_PAD, V_PER, V_FORM, V_EXPONENTS,
-            )  # fmt: skip
+                packed,
+                V_SCALES,
+                V_STEP,
+                v_scales,
+                v_table,
+                V_RUN,
+                lane,
+                token,
+                run,
+                ok,
+                V_SCALES_SLOT,
+                V_SIZE,
+                V_WIDTH,
+                V_PAD,
+                V_PER,
+                V_FORM,
+                V_EXPONENTS,
+            )
             for part in tl.static_range(V_PARTS):
                 added = added + (tl.dot(tl.trans(states[part]), rounded, sums[part] * fade[None, :]),)
         else:

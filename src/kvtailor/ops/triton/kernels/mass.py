@@ -12,11 +12,31 @@ __all__ = ["mass_kernel"]
 
 @triton.jit
 def mass_kernel(
-    Q, K, LSE, COUNTS, START, OUT, new, slots, factor, cap,
-    q_row, q_head, q_new, k_row, k_head, k_slot,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
-    BLOCK: tl.constexpr, QUERIES: tl.constexpr, CAUSAL: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    LSE,
+    COUNTS,
+    START,
+    OUT,
+    new,
+    slots,
+    factor,
+    cap,
+    q_row,
+    q_head,
+    q_new,
+    k_row,
+    k_head,
+    k_slot,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """One (block of slots, batch row and kv head).
 
     Args:

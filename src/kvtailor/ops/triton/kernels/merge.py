@@ -10,9 +10,19 @@ __all__ = ["merge_kernel"]
 
 @triton.jit(do_not_specialize=["parts"])
 def merge_kernel(
-    SUM, TOP, TOTAL, FIRST, OUT, LSE, splits, parts,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    SUM,
+    TOP,
+    TOTAL,
+    FIRST,
+    OUT,
+    LSE,
+    splits,
+    parts,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One (owner, row).
 
     Args:

@@ -23,11 +23,27 @@ def _codes(x, low, step, ok, MOST: tl.constexpr):
 
 @triton.jit
 def token_kernel(
-    X, CODES, STEP, LOW, count, slots, lane_stride, slot_stride, limit,
-    SIZE: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr, PIECE: tl.constexpr,
-    PIECES: tl.constexpr, PIECE_PAD: tl.constexpr, PIECES_PAD: tl.constexpr, TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr, SYMMETRIC: tl.constexpr,
-):  # fmt: skip
+    X,
+    CODES,
+    STEP,
+    LOW,
+    count,
+    slots,
+    lane_stride,
+    slot_stride,
+    limit,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER: tl.constexpr,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECE_PAD: tl.constexpr,
+    PIECES_PAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+):
     """TOKENS tokens of X (m, slots, SIZE): the channels of a part are PIECES pieces that each lie in one group.
 
     Args:
@@ -91,10 +107,21 @@ def token_kernel(
 
 @triton.jit
 def channel_kernel(
-    X, CODES, STEP, LOW, slots, runs, lane_stride, slot_stride,
-    SIZE: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    X,
+    CODES,
+    STEP,
+    LOW,
+    slots,
+    runs,
+    lane_stride,
+    slot_stride,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
     CHANNELS: tl.constexpr,
-):  # fmt: skip
+):
     """One run of GROUP tokens of a lane of X (m, slots, SIZE), CHANNELS bytes of each.
 
     Args:

@@ -61,9 +61,11 @@ def canvas(title: str, *, drawn: str = "", otherwise: str) -> str:
         drawn: a picture that stands there without scripts, as SVG; empty: none.
         otherwise: what a reader without scripts must know.
     """
-    picture = drawn.replace("<svg ", '<svg id="chart" ', 1) if drawn else (
-        f'<svg id="chart" role="group" aria-label="{quoted(title)}"></svg>'
-    )  # fmt: skip
+    picture = (
+        drawn.replace("<svg ", '<svg id="chart" ', 1)
+        if drawn
+        else (f'<svg id="chart" role="group" aria-label="{quoted(title)}"></svg>')
+    )
     return (
         f'<figure class="pareto"><div class="canvas">{picture}<div id="tip" role="status" hidden></div></div>'
         f"<noscript><p>{otherwise}</p></noscript></figure>"
