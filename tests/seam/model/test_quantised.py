@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvtailor
 from kvtailor.errors import CacheMisuse, UnsupportedModel
-from kvtailor.hf.model.fingerprint import weight_fingerprint
+from kvtailor.hf.model.fingerprint import remembered_fingerprint, weight_fingerprint
 from kvtailor.hf.model.modules import attention_modules
 from kvtailor.hf.model.projection import output_weight
 from kvtailor.hf.versions import hand_cache
@@ -172,3 +172,29 @@ def _tensors_of(layer: Any) -> Any:
         yield "absmax", weight.quant_state.absmax
     else:
         yield "weight", weight.data
+
+
+class _PackedLinear(torch.nn.Module):
+    """As GPTQ and AWQ keep a layer: codes and scales are buffers that a checkpoint holds, and there is no parameter."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("qweight", (weight * 1000).round().to(torch.int32))
+        self.register_buffer("scales", torch.full((weight.shape[0], 1), 1e-3))
+        self.register_buffer("order", torch.arange(weight.shape[1]), persistent=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states @ (self.qweight * self.scales).T
+
+
+@pytest.mark.parametrize("name", ["qweight", "scales"])
+def test_one_changed_code_of_a_buffer_is_another_model(name: str) -> None:
+    model = build("llama")
+    layer = model.model.layers[1].mlp
+    layer.down_proj = _PackedLinear(layer.down_proj.weight.detach())
+    before, remembered = weight_fingerprint(model), remembered_fingerprint(model)
+    layer.down_proj.order += 1
+    assert weight_fingerprint(model) == before
+    getattr(layer.down_proj, name).view(-1)[3] += 1
+    assert weight_fingerprint(model) != before
+    assert remembered_fingerprint(model) != remembered

@@ -60,20 +60,30 @@ def aligned(module: nn.Module) -> Iterator[bool]:
         yield True
 
 
-def named_values(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-    """Yield each parameter's name, the parameter, and its values: those that wait elsewhere, where they wait.
+def named_values(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield each parameter and stored buffer with its name before it and its values after it, from where they wait.
 
-    Values that nothing knows stay on the device "meta". Names are those without torch.compile, which wraps modules.
+    Weights that GPTQ or AWQ has quantised are buffers. A buffer that checkpoints leave out follows from the config, and
+    is not yielded. Values that nothing knows stay on the device "meta". Names are those without torch.compile, which
+    wraps modules.
     """
-    for name, parameter in model.named_parameters():
-        if parameter.device.type != "meta":
-            yield uncompiled(name), parameter, parameter.detach()
+    for name, tensor in (*model.named_parameters(), *_stored_buffers(model)):
+        if tensor.device.type != "meta":
+            yield uncompiled(name), tensor, tensor.detach()
             continue
         path, _, own = name.rpartition(".")
         waiting = (_waiting(hook) for hook in _hooks(model.get_submodule(path)))
         found = next((each[own] for each in waiting if each is not None and own in each), None)
-        values = parameter.detach() if found is None else found.detach().to(parameter.dtype)
-        yield uncompiled(name), parameter, values
+        values = tensor.detach() if found is None else found.detach().to(tensor.dtype)
+        yield uncompiled(name), tensor, values
+
+
+def _stored_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            # torch says in no public place which buffers a state dict leaves out.
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def uncompiled(name: str) -> str:

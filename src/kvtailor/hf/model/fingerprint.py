@@ -49,9 +49,9 @@ def fingerprint(model: Any) -> str | None:
 
 
 def weight_fingerprint(model: Any, dtype: torch.dtype | None = None) -> str | None:
-    """Return the SHA-256 over all bytes of every parameter, as sums, and over the state of adapters.
+    """Return the SHA-256 over all bytes of every parameter and stored buffer, as sums, and of the state of adapters.
 
-    One changed bit gives another fingerprint, as does a parameter of another name, shape or dtype (such as those of an
+    One changed bit gives another fingerprint, as does a tensor of another name, shape or dtype (such as those of an
     adapter), an adapter that is switched on or off, or another strength of one. Of the config there is nothing in it,
     since its form follows the library. All bytes are read twice, and nothing is copied. Measured: 7 GB/s on one core of
     an AMD EPYC, so 2 s for 14 GB of weights. On an accelerator the sums are taken there; that was not measured.
@@ -74,7 +74,7 @@ def weight_fingerprint(model: Any, dtype: torch.dtype | None = None) -> str | No
 def remembered_fingerprint(model: Any) -> str | None:
     """Return `weight_fingerprint`, taken again only where the weights have changed since the last call.
 
-    For what is asked at every cache. A change shows by a parameter's place in memory, by torch's count of changes in
+    For what is asked at every cache. A change shows by a tensor's place in memory, by torch's count of changes in
     place, or by 64 of its values. What is written past torch (`parameter.data`, a view of another library) and touches
     none of these values does not show.
     """
@@ -176,7 +176,7 @@ def _sums(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _marks(model: Any) -> Iterator[bytes]:
-    """Where each parameter lies, how often torch has changed it in place, and up to 64 of its values."""
+    """Where each tensor lies, how often torch has changed it in place, and up to 64 of its values."""
     found: list[bytes | Tensor] = []
     for name, parameter, own in named_values(model):
         version = None if parameter.is_inference() else parameter._version
