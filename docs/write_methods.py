@@ -119,7 +119,7 @@ def _index(stages: Mapping[str, list[registry.MethodInfo]], papers: tuple[Paper,
     yield "plan with one of these methods is refused when its cache is made, and all others work.\n"
     for stage, infos in stages.items():
         for info in infos:
-            if (why := registry.load(stage, info.name).latent_refusal) is not None:
+            if (why := _sample(info).capabilities.latents) is not True:
                 yield f"- [{info.name}]({stage}/{info.name}.md): {why}"
     yield ""
     yield "## Evidence\n\nWhat can be needed; nothing else is gathered.\n"

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import ArgumentError, CalibrationError, FileError
-from kvtailor.method import Method
+from kvtailor.method import Method, Serves
 from kvtailor.ops.files import read_file
 from kvtailor.ops.tensor_file import Format, tensors_of, write_tensor_file
 
 __all__ = [
-    "HEAD_BY_HEAD",
     "CalibratedMethod",
     "Calibration",
     "Shapes",
@@ -37,9 +36,6 @@ __all__ = [
     "shipped",
     "write",
 ]
-
-HEAD_BY_HEAD = "it is calibrated head by head, and such a layer holds one latent for all heads"
-"""Why a method with tensors of each kv head is refused on latents: see `Method.latent_refusal`."""
 
 _FORMAT = Format(
     name="kvtailor-calibration-2",
@@ -143,6 +139,12 @@ class CalibratedMethod(Method):
         if self.file is not None:
             found = read(self.file, self.calibrates, f"{self.calibrates}: file")
             object.__setattr__(self, "_calibration", found)
+
+    @property
+    def derived(self) -> Serves:
+        """As of any method, but that tensors of each kv head do not serve latents."""
+        why = "it is calibrated head by head, and such a layer holds one latent for all heads"
+        return Serves(latents=why if self.per_head else None).over(super().derived)
 
     @property
     def wants_calibration(self) -> bool:

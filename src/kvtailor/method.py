@@ -2,9 +2,42 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
 
-__all__ = ["Method"]
+__all__ = ["Method", "Serves"]
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serves:
+    """Which models a method is right for, beside plain ones that one process has whole.
+
+    In a class's own declaration None is a field of which it says nothing: then `Method.derived` holds.
+
+    Attributes:
+        split_heads: those of which a process holds some of a layer's kv heads and others hold the rest: a head's result
+            depends on that head alone, or the method meets the other heads through the `HeadShare` that it gets.
+        latents: those whose layers hold latents: True, or a clause that says why not. Such a layer is one kv head with
+            the queries of all heads, whose keys are [latent ; rotated key] and whose values are the latents
+            (`types.latent_attention`). A codec gets latents as keys and rotated keys as values, and what attention
+            reads must be what it decodes. An attention may get the heads that latents expand to instead, so that it
+            carries nothing from call to call. A merger must change latents alike in keys and in values.
+        softcap: those that cap their attention logits: what the method computes of queries and keys goes through the
+            `Softmax` that it gets, or does not depend on the cap.
+        sinks: those with learned sinks, whose shares belong to no token; likewise.
+    """
+
+    split_heads: bool | None = None
+    latents: Literal[True] | str | None = None
+    softcap: bool | None = None
+    sinks: bool | None = None
+
+    def over(self, other: Serves) -> Serves:
+        """Return what this one says, and of the fields of which it says nothing what the other one does."""
+        pairs = {each.name: (getattr(self, each.name), getattr(other, each.name)) for each in fields(self)}
+        return Serves(**{name: own if own is not None else theirs for name, (own, theirs) in pairs.items()})
 
 
 class Method:
@@ -16,26 +49,39 @@ class Method:
     Attributes:
         examples: some of these as a plan writes them, where the name alone is not enough. A stage's promises are tested
             with each of them. Empty: the name alone is a method.
-        splits_heads: it works where a process holds some of a layer's kv heads and others hold the rest: a head's
-            result depends on that head alone, or the method meets the other heads through the `HeadShare` that it is
-            given. What does not declare it is refused under tensor parallelism.
-        latent_refusal: why it is refused on layers that hold latents, a clause; None: it is right there. Such a layer
-            is one kv head with the queries of all heads, whose keys are [latent ; rotated key] and whose values are the
-            latents (`types.latent_attention`). A codec gets latents as keys and rotated keys as values, and what
-            attention reads must be what it decodes. An attention may get the heads that latents expand to instead, so
-            that it carries nothing from call to call. A merger must change latents alike in keys and in values. What a
-            class inherits does not count.
-        knows_softcap: it is right for a model that caps its attention logits: what it computes of queries and keys goes
-            through the `Softmax` that it is given, or does not depend on the cap. What sees queries or attention and
-            does not declare it is refused for such a model.
-        knows_sinks: the same for a model with learned sinks, whose shares belong to no token.
+        serves: where it differs from `derived`. What a class inherits does not count: it was declared of another one.
     """
 
     examples: ClassVar[tuple[str, ...]] = ()
-    splits_heads: ClassVar[bool] = False
-    latent_refusal: ClassVar[str | None] = "it does not declare that it is right on them"
-    knows_softcap: ClassVar[bool] = False
-    knows_sinks: ClassVar[bool] = False
+    serves: ClassVar[Serves] = Serves()
+
+    @property
+    def sees_attention(self) -> bool:
+        """Whether queries, or what they attend to, are among what it computes with."""
+        needs = getattr(self, "needs", None)
+        return needs is not None and needs.of_attention
+
+    @property
+    def derived(self) -> Serves:
+        """What it serves unless its class declares otherwise.
+
+        The methods that stand beside their stage's contract serve everything, for `tests/contract` holds each of them
+        to it. Of any other class nothing is known but what follows from its needs: what sees no attention is right
+        whatever the softmax.
+        """
+        kind = type(self)
+        contracts = [base.__module__ for base in kind.__mro__ if base.__module__.endswith(".contract")]
+        folders = [each.removesuffix("contract") for each in contracts if each.startswith(f"{_PACKAGE}.")]
+        ours = kind.__module__.startswith(tuple(folders))
+        any_softmax = ours or not self.sees_attention
+        unsaid = "it does not declare that it is right on them"
+        return Serves(split_heads=ours, latents=ours or unsaid, softcap=any_softmax, sinks=any_softmax)
+
+    @property
+    def capabilities(self) -> Serves:
+        """What it serves, as its class declares and else as is `derived`: every check of a plan reads this value."""
+        declared: Serves = vars(type(self)).get("serves", Serves())
+        return declared.over(self.derived)
 
     @property
     def content_hash(self) -> str | None:

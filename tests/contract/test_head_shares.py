@@ -310,14 +310,3 @@ def test_attentions(method: Attention, ranks: int) -> None:
     found = on_ranks(ranks, work)
     for step, due in enumerate(whole):
         assert torch.allclose(torch.cat([each[step] for each in found], 1), due, atol=1e-5)
-
-
-EVERY = [*SCORERS, *ALLOCATORS, *SELECTORS, *MERGERS, *CODECS, *ATTENTIONS]
-
-
-@pytest.mark.parametrize(
-    "kind", sorted({type(each) for each in EVERY}, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__
-)
-def test_every_method_says_that_it_splits(kind: type[Method]) -> None:
-    """A method that does not say so is refused under tensor parallelism, so none of ours may forget it."""
-    assert vars(kind).get("splits_heads") is True

@@ -137,20 +137,17 @@ def same(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
 def test_what_looks_at_attention_says_what_it_knows_or_is_refused(kind: type[Method]) -> None:
     for method, (field, softmax) in itertools.product(
-        samples_of(kind),
-        {"knows_softcap": Softmax(softcap=30.0), "knows_sinks": Softmax(sinks=torch.zeros(4))}.items(),
+        samples_of(kind), {"softcap": Softmax(softcap=30.0), "sinks": Softmax(sinks=torch.zeros(4))}.items()
     ):
-        if not isinstance(method, Attention) and not needs_of(method).of_attention:
-            continue
         plan = object.__new__(Plan)
         stage = next((name for name, (_, contract) in STAGES.items() if isinstance(method, contract)), "attend")
         parts = {**Plan().parts, stage: method}
         for name, part in parts.items():
             object.__setattr__(plan, name, part)
-        knows = all(vars(type(each)).get(field, False) for each in with_nested(method))
+        knows = all(getattr(each.capabilities, field) for each in with_nested(method))
         faults = plan.softmax_faults(softmax)
         assert bool(faults) != knows
-        assert knows or f"set {field} = True" in faults[0]
+        assert knows or f"set serves = Serves({field}=True)" in faults[0]
 
 
 def test_a_method_without_a_word_of_it_is_refused_and_one_that_sees_no_attention_is_not() -> None:
@@ -165,7 +162,7 @@ def test_a_method_without_a_word_of_it_is_refused_and_one_that_sees_no_attention
 
 @pytest.mark.parametrize("scorer", watching("score"), ids=text_of)
 def test_scores_of_capped_logits(scorer: Scorer) -> None:
-    if not vars(type(scorer)).get("knows_softcap", False):
+    if not scorer.capabilities.softcap:
         pytest.skip("refused for such a model")
     held, name = held_for(scorer.needs), type(scorer).__name__
     if name in BY_KEYS_TOO:
@@ -180,7 +177,7 @@ def test_scores_of_capped_logits(scorer: Scorer) -> None:
 
 @pytest.mark.parametrize("scorer", watching("score"), ids=text_of)
 def test_scores_beside_sinks(scorer: Scorer) -> None:
-    if not vars(type(scorer)).get("knows_sinks", False):
+    if not scorer.capabilities.sinks:
         pytest.skip("refused for such a model")
     held, name = held_for(scorer.needs), type(scorer).__name__
     if name in BY_KEYS_TOO or not scorer.needs.window:

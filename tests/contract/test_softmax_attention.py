@@ -76,7 +76,7 @@ def test_attention_equals_the_definition(
     kind: type[Attention], size: tuple[int, int, int, int, int], what: tuple[str, int, str, bool]
 ) -> None:
     mix, new, which, padded = what
-    assert vars(kind).get("knows_softcap") and vars(kind).get("knows_sinks"), "refused for such a model"
+    assert sample_of(kind).capabilities.softcap and sample_of(kind).capabilities.sinks, "refused for such a model"
     made = case(size, mix, new, padded=padded, seed=5)
     softcap = None if which == "sinks" else 1.5
     generator = torch.Generator().manual_seed(2)

@@ -41,8 +41,6 @@ class AdaKV(Allocator):
     floor: float = 0.2
     needs_scores: ClassVar[bool] = True
     even_layers: ClassVar[bool] = True
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.floor <= 1:

@@ -52,10 +52,6 @@ class Cake(Allocator):
     tau2: float = 1.0
     scope: ClassVar[str] = "progressive"
     even_heads: ClassVar[bool] = True
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 2:

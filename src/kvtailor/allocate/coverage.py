@@ -47,10 +47,6 @@ class Coverage(Allocator):
     per_head: bool = False
     scope: ClassVar[str] = "prompt"
     examples: ClassVar[tuple[str, ...]] = ("coverage", "coverage(per_head=true)")
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.mass < 1:

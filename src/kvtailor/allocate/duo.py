@@ -32,6 +32,7 @@ from torch import Tensor
 
 from kvtailor.allocate.contract import Allocator, BudgetRequest
 from kvtailor.calibration_file import CalibratedMethod
+from kvtailor.method import Serves
 from kvtailor.ops.lanes.apportion import apportion
 
 __all__ = ["Duo"]
@@ -58,9 +59,8 @@ class Duo(CalibratedMethod, Allocator):
         "duo(gates=[[0.9, 0.1], [0.3, 0.3], [0.0, 1.0]], streaming=8)",
         "duo(gates=[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], streaming=0)",
     )
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it gives each kv head a kind of its own, and such a layer holds one latent for all heads"
+    serves: ClassVar[Serves] = Serves(
+        latents="it gives each kv head a kind of its own, and such a layer holds one latent for all heads"
     )
 
     def __post_init__(self) -> None:

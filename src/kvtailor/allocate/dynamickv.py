@@ -52,8 +52,6 @@ class DynamicKV(Allocator):
     scope: ClassVar[str] = "progressive"
     needs_scores: ClassVar[bool] = True
     even_heads: ClassVar[bool] = True
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.interval < 1:

@@ -45,10 +45,6 @@ class Entropy(Allocator):
     window: int = 32
     scope: ClassVar[str] = "prompt"
     even_heads: ClassVar[bool] = True
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 1:

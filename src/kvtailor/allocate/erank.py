@@ -71,10 +71,6 @@ class Erank(CalibratedMethod, Allocator):
     even_heads: ClassVar[bool] = True
     calibrates: ClassVar[str] = "erank"
     examples: ClassVar[tuple[str, ...]] = ("erank", "erank(static=true)")
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.file is not None and not self.static:

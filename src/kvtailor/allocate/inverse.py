@@ -36,10 +36,6 @@ class Inverse(LayersReordered, Allocator):
     """
 
     examples: ClassVar[tuple[str, ...]] = ("inverse(of=pyramid)", "inverse(of=adakv)")
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def allocate(self, request: BudgetRequest) -> Tensor:
         """See `LayersReordered.allocate`; the inverse of an inverse is what that one was of."""

@@ -39,8 +39,6 @@ class Pooled(Allocator):
     floor: float = 0.2
     scope: ClassVar[str] = "prompt"
     needs_scores: ClassVar[bool] = True
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.floor <= 1:

@@ -41,8 +41,6 @@ class Pyramid(Allocator):
 
     beta: float = 20.0
     even_heads: ClassVar[bool] = True
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if not self.beta >= 1:

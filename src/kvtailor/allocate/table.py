@@ -54,8 +54,6 @@ class Table(Allocator):
     )
     _table: Weights = field(init=False, repr=False)
     _hash: str | None = field(init=False, repr=False, default=None)
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if (self.file is None) == (self.weights is None):

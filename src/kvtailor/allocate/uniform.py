@@ -32,8 +32,6 @@ class Uniform(Allocator):
 
     even_heads: ClassVar[bool] = True
     even_layers: ClassVar[bool] = True
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def allocate(self, request: BudgetRequest) -> Tensor:
         """(b, l, h) int64 on the CPU."""

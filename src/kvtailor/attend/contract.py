@@ -172,6 +172,7 @@ class Attention(Method, ABC):
         has_token_budget: its argument `tokens` says how many tokens it reads for each new one.
     """
 
+    sees_attention: ClassVar[bool] = True
     needs_codec: ClassVar[str | None] = None
     gives_mass: ClassVar[bool] = False
     weighs_tokens: ClassVar[bool] = False

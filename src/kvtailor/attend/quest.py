@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvtailor.attend.contract import READS_ALL, Attended, Attention, AttentionRequest, FlopsRequest, SteadyReading
 from kvtailor.errors import CacheMisuse
+from kvtailor.method import Serves
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import lane_sees, lanes_of, read_all, read_lanes
@@ -100,12 +101,9 @@ class Quest(Attention):
     tokens: int = 1024
     least: int = 3
     dense_layers: int = 2
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it ranks pages by ranges of whole keys, and a latent layer's keys lie in two parts"
+    serves: ClassVar[Serves] = Serves(
+        latents="it ranks pages by ranges of whole keys, and a latent layer's keys lie in two parts"
     )
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.least < 1:

@@ -29,10 +29,6 @@ class Reference(Attention):
 
     gives_mass: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`."""

@@ -42,6 +42,7 @@ from kvtailor.attend.contract import (
     SteadyReading,
 )
 from kvtailor.errors import CacheMisuse
+from kvtailor.method import Serves
 from kvtailor.ops.attention.chosen import read_chosen
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import read_all, read_lanes
@@ -86,12 +87,9 @@ class Rocket(Attention):
     turns: bool = False
     window: int = 32
     kernel: int = 63
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it looks at chosen channels of whole keys, and a latent layer's keys lie in two parts"
+    serves: ClassVar[Serves] = Serves(
+        latents="it looks at chosen channels of whole keys, and a latent layer's keys lie in two parts"
     )
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.tokens < 2:

@@ -37,6 +37,7 @@ from kvtailor.attend.contract import (
     SteadyReading,
 )
 from kvtailor.errors import CacheMisuse
+from kvtailor.method import Serves
 from kvtailor.ops.attention.parts import counting, read_all
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.ops.lanes.rows import places_of
@@ -65,12 +66,9 @@ class Rolling(Attention):
     gives_mass: ClassVar[bool] = True
     needs_rotation: ClassVar[bool] = True
     in_cache_positions: ClassVar[bool] = True
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it turns whole keys by their positions, and of a latent layer's keys only the last channels are turned"
+    serves: ClassVar[Serves] = Serves(
+        latents="it turns whole keys by their positions, and of a latent layer's keys only the last channels are turned"
     )
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def reads_steadily(self, layer: int, parts: Sequence[Segment]) -> SteadyReading:
         """All as it lies while nothing is missing; then all but the first part, whose turned keys `index` has left."""

@@ -34,10 +34,6 @@ class Segments(Attention):
     gives_mass: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
     graph_safe: ClassVar[bool] = True
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def reads_steadily(self, layer: int, parts: Sequence[Segment]) -> SteadyReading:
         """All of any number."""

@@ -45,8 +45,6 @@ class BitTable(Around, Codec):
         "bit_table(of=kivi, keys=1, high=8, low=4)",
         "bit_table(of=vector, keys=[8, 8, 8], values=[8, 4, 3])",
     )
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         own = {each.name for each in fields(self.of)}  # type: ignore[arg-type]

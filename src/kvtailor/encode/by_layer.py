@@ -49,8 +49,6 @@ class ByLayer(Codec):
         "by_layer(of=[kivi(bits=4), kivi], layers=[0, 1, 1])",
         "by_layer(of=[fp8(block_size=32), nuq(group=32, block_size=32), kivi(bits=4, recent=0)])",
     )
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.of, tuple | list) or not self.of:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kvtailor.encode.contract import Codec, refuse_non_finite
 from kvtailor.encode.settings.by_blocks import ByBlocks
+from kvtailor.method import Serves
 from kvtailor.ops import huge_pages
 from kvtailor.ops.segments.coded import Coded, PairSegment, TimeGrouped, Whole, alone
 from kvtailor.types import Coordinates, Layout, Needs, PickedChannels
@@ -114,12 +115,9 @@ class Channels(ByBlocks, Codec):
     recent: int = 32
     block_size: int = 128
     _lengths: Tensor | None = field(init=False, repr=False, compare=False, default=None)
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it leaves out channels of keys, and the channels of a latent are those of values as well"
+    serves: ClassVar[Serves] = Serves(
+        latents="it leaves out channels of keys, and the channels of a latent are those of values as well"
     )
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:

@@ -13,7 +13,6 @@ largest becomes zero.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -50,8 +49,6 @@ class Fp8(ByGroups, TwoSided, Codec):
     block_size: int = 128
     only: Sides = "both"
     segment = Fp8Segment
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.group < 1:

@@ -77,8 +77,6 @@ class Gaussian(ByBlocks, InBits, TwoSided, Codec):
         "gaussian(key_bits=4, value_bits=3, keep_norm=false)",
         "gaussian(qjl=both)",
     )
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         self.check_bits("gaussian", lambda name, bits: "; the paper's are 2, 3 and 4")

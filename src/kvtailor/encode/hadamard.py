@@ -75,8 +75,6 @@ class Hadamard(Around, Codec):
         "hadamard(of=nvfp4)",
         "hadamard(of=mxfp4, signs=0)",
     )
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.of.needs_offset and self.only != "values":

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, refuse_non_finite
+from kvtailor.method import Serves
 from kvtailor.ops.segments.coded import alone
 from kvtailor.types import Layout, Segment
 
@@ -105,9 +106,8 @@ class Indexed(Codec):
     exact: ClassVar[bool] = True
     page: int = 16
     block_size: int = 128
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "its ranges are of whole keys, and of a latent layer's keys it is given one part"
+    serves: ClassVar[Serves] = Serves(
+        latents="its ranges are of whole keys, and of a latent layer's keys it is given one part"
     )
 
     def __post_init__(self) -> None:

@@ -16,7 +16,6 @@ for values, and `only` are kvtailor's additions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -60,8 +59,6 @@ class Kivi(InBits, TwoSided, Codec):
     value_bits: int | None = None
     only: Sides = "both"
     segment = KiviSegment
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         self.check_bits("kivi", lambda name, bits: f"; the paper's are {name}=2 and {name}=4")

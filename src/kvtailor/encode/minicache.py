@@ -28,6 +28,7 @@ from torch import Tensor
 from kvtailor.encode.contract import Around, Codec, CodecContext, Sides, refuse_non_finite
 from kvtailor.encode.plain import Plain
 from kvtailor.errors import CacheMisuse
+from kvtailor.method import Serves
 from kvtailor.ops.codes.slerp import angle, far_places, slerp, split
 from kvtailor.ops.segments.coded import under
 from kvtailor.ops.segments.pair_sides import HalfSegment, Merged, Side, Unmerged, side_of
@@ -127,9 +128,8 @@ class MiniCache(Around, Codec):
         "minicache(block_size=40, only=keys)",
         "minicache(of=kivi(bits=4, group=20, recent=40), only=values)",
     )
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it gives two layers one direction of keys, and the latents of two layers have no channel in common"
+    serves: ClassVar[Serves] = Serves(
+        latents="it gives two layers one direction of keys, and the latents of two layers have no channel in common"
     )
 
     def __post_init__(self) -> None:

@@ -19,7 +19,6 @@ the segment at every step, with a table look-up for each element.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -69,8 +68,6 @@ class Nuq(ByGroups, InBits, TwoSided, Codec):
     block_size: int = 128
     only: Sides = "both"
     segment = NuqSegment
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         self.check_bits("nuq", lambda name, bits: "; the paper's are 2, 3 and 4")

@@ -34,8 +34,6 @@ class Plain(Codec):
     block_size: int = 0
     examples: ClassVar[tuple[str, ...]] = ("plain", "plain(block_size=40)")
     exact: ClassVar[bool] = True
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.block_size < 0:

@@ -62,8 +62,6 @@ class SidesCodec(Codec):
         "sides(keys=hadamard(of=vector(bits=4, symmetric=false)), values=hadamard(of=kivi(bits=3)))",
         "sides(keys=unrotated(of=hadamard(of=fp8(group=16))), values=plain)",
     )
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         _check("keys", self.keys)

@@ -21,6 +21,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtailor.encode.contract import Around, Codec, CodecContext, refuse_non_finite
+from kvtailor.method import Serves
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.ops.segments.positioned import PositionedSegment, first_of_lanes, positions_of
 from kvtailor.ops.segments.turned import Turning
@@ -60,9 +61,8 @@ class Unrotated(Around, Codec):
         "unrotated(of=hadamard(of=vector(bits=4), only=keys))",
     )
     _rotation: Rotation | None = field(init=False, repr=False, compare=False, default=None)
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it turns whole keys by their positions, and of a latent layer's keys only the last channels are turned"
+    serves: ClassVar[Serves] = Serves(
+        latents="it turns whole keys by their positions, and of a latent layer's keys only the last channels are turned"
     )
 
     @property

@@ -14,7 +14,6 @@ segment at every step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -60,8 +59,6 @@ class Vector(ByBlocks, InBits, TwoSided, Codec):
     block_size: int = 128
     only: Sides = "both"
     segment = VectorSegment
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         least = 2 if self.symmetric else 1

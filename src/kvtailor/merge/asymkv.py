@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.merge.contract import Merged, Merger
+from kvtailor.method import Serves
 from kvtailor.ops.attention.observed import window_attention
 from kvtailor.ops.lanes.kept import kept_first, kept_states
 from kvtailor.ops.lanes.rotate import turn
@@ -59,10 +60,7 @@ class AsymKV(Merger):
     turned: bool = True
     weighted: ClassVar[bool] = True
     examples: ClassVar[tuple[str, ...]] = ("asymkv", "asymkv(turned=false)")
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = "it changes values otherwise than keys, and a latent is both at once"
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
+    serves: ClassVar[Serves] = Serves(latents="it changes values otherwise than keys, and a latent is both at once")
 
     def __post_init__(self) -> None:
         if self.window < 1:

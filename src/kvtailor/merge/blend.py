@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvtailor.merge.contract import Merged, Merger
+from kvtailor.method import Serves
 from kvtailor.ops.lanes.kept import kept_first, kept_states, places_of
 from kvtailor.types import Held
 
@@ -46,8 +47,7 @@ class Blend(Merger):
 
     threshold: float = 0.0
     fraction: float = 1.0
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = "it changes values apart from keys, and a latent is both at once"
+    serves: ClassVar[Serves] = Serves(latents="it changes values apart from keys, and a latent is both at once")
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.merge.contract import Merged, Merger
+from kvtailor.method import Serves
 from kvtailor.ops.attention.observed import observed_queries, window_attention
 from kvtailor.ops.lanes.kept import kept_first, kept_states, places_of
 from kvtailor.types import Held, Needs
@@ -47,10 +48,7 @@ class CaM(Merger):
 
     share: int = 32
     window: int = 32
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = "it changes values and not keys, and a latent is both at once"
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
+    serves: ClassVar[Serves] = Serves(latents="it changes values and not keys, and a latent is both at once")
 
     def __post_init__(self) -> None:
         if self.share < 1:

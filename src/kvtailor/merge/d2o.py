@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.merge.contract import Merged, Merger
+from kvtailor.method import Serves
 from kvtailor.ops.lanes.kept import kept_first, kept_states, places_of
 from kvtailor.types import Held
 
@@ -47,9 +48,8 @@ class D2O(Merger):
     """
 
     all_of_them: bool = False
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it compares keys by their direction, and the direction of a latent is that of no head's key"
+    serves: ClassVar[Serves] = Serves(
+        latents="it compares keys by their direction, and the direction of a latent is that of no head's key"
     )
 
     def merge(self, held: Held, keep: Tensor, into: Tensor) -> Merged:

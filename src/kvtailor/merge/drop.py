@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -27,9 +26,6 @@ __all__ = ["Drop"]
 @dataclass(frozen=True, kw_only=True)
 class Drop(Merger):
     """Folds nothing. The default of the stage."""
-
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def merge(self, held: Held, keep: Tensor, into: Tensor) -> None:
         """None: nothing changes."""

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.merge.contract import Merged, Merger
+from kvtailor.method import Serves
 from kvtailor.ops.attention.references import Matched, matched
 from kvtailor.ops.lanes.kept import kept_first, kept_states, places_of
 from kvtailor.ops.least_squares import bounded_factors, product, ridge_change
@@ -78,10 +79,7 @@ class Matching(Merger):
     fit: Fit = "both"
     weighted: ClassVar[bool] = True
     examples: ClassVar[tuple[str, ...]] = ("matching", "matching(spread=0, fit=values)")
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = "it changes values and not keys, and a latent is both at once"
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
+    serves: ClassVar[Serves] = Serves(latents="it changes values and not keys, and a latent is both at once")
 
     def __post_init__(self) -> None:
         if min(self.window, self.spread, self.repeat) < 0 or not self.window + self.spread + self.repeat:

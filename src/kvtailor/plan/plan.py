@@ -118,26 +118,24 @@ class Plan:
         return [sentence for sentence in found if sentence is not None]
 
     def latent_misfits(self) -> list[str]:
-        """Why layers that hold latents cannot be served, a sentence for each method; see `Method.latent_refusal`."""
+        """Why layers that hold latents cannot be served, a sentence for each method; see `Serves.latents`."""
         sentences = []
         for each in (method for part in self.parts.values() for method in with_nested(part)):
-            # What a method inherits was declared of another one.
-            why = vars(type(each)).get("latent_refusal", Method.latent_refusal)
-            if why is not None:
+            if (why := each.capabilities.latents) is not True:
                 name = registry.name_of(each)
                 sentences.append(f"{name} does not serve layers that hold latents (multi-head latent attention): {why}")
         return list(dict.fromkeys(sentences))
 
     def softmax_faults(self, softmax: Softmax) -> list[str]:
-        """Why a model with this softmax cannot be served, a sentence for each method that does not know one like it.
-
-        Methods that see neither queries nor attention need not know.
-        """
-        faults = []
-        for part in self.parts.values():
-            for each in with_nested(part):
-                if _looks_at_attention(each):
-                    faults += _unknown(each, softmax)
+        """Why a model with this softmax cannot be served, a sentence for each method that does not know one like it."""
+        faults = [
+            f"{registry.name_of(each)} is not known to be right for a model that {what}: take another method, or set "
+            f"serves = Serves({twist}=True) in its class, if it is"
+            for part in self.parts.values()
+            for each in with_nested(part)
+            for twist, what in softmax.twists.items()
+            if not getattr(each.capabilities, twist)
+        ]
         return list(dict.fromkeys(faults))
 
     @property
@@ -258,29 +256,6 @@ def parse(text: str) -> Plan:
         PlanError: with all faults at once.
     """
     return _made(text, line_parts(text))
-
-
-def _looks_at_attention(method: Method) -> bool:
-    if isinstance(method, Attention):
-        return True
-    needs = getattr(method, "needs", None)
-    return isinstance(needs, Needs) and (needs.of_attention or getattr(method, "expects_queries", False))
-
-
-def _unknown(method: Method, softmax: Softmax) -> list[str]:
-    # What a method inherits was declared of another one.
-    said, name = vars(type(method)), registry.name_of(method)
-    asked = {"knows_softcap": softmax.softcap is not None, "knows_sinks": softmax.sinks is not None}
-    what = {
-        "knows_softcap": f"caps its attention logits (softcap={softmax.softcap})",
-        "knows_sinks": "has learned attention sinks",
-    }
-    return [
-        f"{name} is not known to be right for a model that {what[field]}: take another method, or set {field} = True "
-        "in its class, if it is"
-        for field, there in asked.items()
-        if there and not said.get(field, False)
-    ]
 
 
 def _made(text: str, asked: Asked) -> Plan:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
-from kvtailor.calibration_file import HEAD_BY_HEAD, CalibratedMethod
+from kvtailor.calibration_file import CalibratedMethod
 from kvtailor.ops.attention.observed import observed_queries, window_attention
 from kvtailor.ops.lanes.pool import pool_members
 from kvtailor.score.contract import Scorer
@@ -74,10 +74,6 @@ class ATSKV(CalibratedMethod, Scorer):
     calibrates: ClassVar[str] = "atskv"
     per_head: ClassVar[tuple[str, ...]] = ("hidden", "hidden_bias", "out", "out_bias")
     slack: ClassVar[int | None] = 32
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = HEAD_BY_HEAD
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -23,9 +22,6 @@ class Scorer(Method, ABC):
     A property of this class may be a class attribute of a method for which it is constant (`slack: ClassVar[int | None]
     = 32`). A method that takes another method takes it from that one.
     """
-
-    expects_queries: ClassVar[bool] = False
-    """It computes the attention of queries that it does not see, so a softmax that it does not know is refused."""
 
     @property
     def scope(self) -> str:

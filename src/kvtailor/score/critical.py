@@ -56,10 +56,6 @@ class Critical(Scorer):
     first: float = 0.5
     epsilon: float = 1e-4
     examples: ClassVar[tuple[str, ...]] = ("critical(of=snapkv)", "critical(of=h2o)", "critical(of=position)")
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.first <= 1:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.calibration_file import CalibratedMethod
+from kvtailor.method import Serves
 from kvtailor.ops.lanes.rotate import turn_on_average
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs, Rotation
@@ -59,12 +60,12 @@ class Expected(CalibratedMethod, Scorer):
     calibrates: ClassVar[str] = "expected"
     per_head: ClassVar[tuple[str, ...]] = ("query_mean", "query_spread")
     examples: ClassVar[tuple[str, ...]] = ("expected", "expected(static=true)")
-    expects_queries: ClassVar[bool] = True
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it turns whole keys by their positions, and of a latent layer's keys only the last channels are turned"
+    sees_attention: ClassVar[bool] = True  # that of queries which are to come
+    serves: ClassVar[Serves] = Serves(
+        latents="it turns whole keys by their positions, "
+        "and of a latent layer's keys only the last channels are turned",
+        softcap=False,
     )
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.file is not None and not self.static:

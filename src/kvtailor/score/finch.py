@@ -46,10 +46,6 @@ class Finch(Scorer):
     window: int
     normalise: bool = True
     examples: ClassVar[tuple[str, ...]] = ("finch(window=24)",)
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 1:

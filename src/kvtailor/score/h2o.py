@@ -44,10 +44,6 @@ class H2O(Scorer):
     recent: int = 32
     normalise: bool = False
     slack: ClassVar[int | None] = 32
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.recent < 0:

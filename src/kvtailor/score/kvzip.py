@@ -26,7 +26,7 @@ repetition takes longer than the context did: a prefill under `kvzip` takes as l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -71,10 +71,6 @@ class KVzip(Scorer):
     chunk: int = 2048
     lead: int = 8
     sinks: int = 4
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_pieces(self, "kvzip", chunk="the paper uses 2K", lead="the paper uses 8", sinks="0 protects none")

@@ -41,8 +41,6 @@ class Position(Scorer):
     sinks: int = 4
     slack: ClassVar[int | None] = 32
     same_on_layers: ClassVar[bool] = True
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.sinks < 0:

@@ -36,8 +36,6 @@ class Random(Scorer):
 
     state: int = 0
     heads_alike: ClassVar[bool] = False
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def score(self, held: Held) -> Tensor:
         """(b, h, n) float32."""

@@ -21,7 +21,6 @@ so no score.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,10 +46,6 @@ class Retrieval(Scorer):
 
     chunk: int = 8
     window: int = 1
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.chunk < 1:

@@ -26,6 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvtailor.method import Serves
 from kvtailor.ops.attention.observed import lane_attention
 from kvtailor.ops.attention.references import reference_queries
 from kvtailor.score.contract import Scorer
@@ -49,10 +50,7 @@ class RMS(Scorer):
     window: int = 32
     spread: int = 128
     repeat: int = 0
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = "it turns queries, and only a part of those that read a latent turns"
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
+    serves: ClassVar[Serves] = Serves(latents="it turns queries, and only a part of those that read a latent turns")
 
     def __post_init__(self) -> None:
         if self.window < 1 or min(self.spread, self.repeat) < 0:

@@ -23,7 +23,7 @@ again, the softmax runs over what is held, not over what was evicted before.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -55,10 +55,6 @@ class SnapKV(Scorer):
     kernel: int = 21
     pooling: Pooling = "average"
     reduce: Reduce = "mean"
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 1:

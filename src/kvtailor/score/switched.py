@@ -47,10 +47,6 @@ class Switched(Scorer):
         "switched(prompt=snapkv, decoding=h2o)",
         "switched(prompt=kvzip, decoding=tova)",
     )
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         one, other = self.prompt.needs, self.decoding.needs

@@ -36,10 +36,6 @@ class TOVA(Scorer):
     """Attention of the newest query, averaged over the layer."""
 
     slack: ClassVar[int | None] = 32
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:

@@ -20,7 +20,7 @@ layers is not here: a selector sees one layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -45,8 +45,6 @@ class Chunks(Selector):
 
     size: int = 10
     heads: Heads = "each"
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.size < 1:

@@ -20,7 +20,7 @@ entropy; there they lift their chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -49,8 +49,6 @@ class GatedChunks(Selector):
     size: int = 10
     short: int = 4
     heads: Heads = "each"
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.short < self.size:

@@ -49,8 +49,6 @@ class Threshold(Selector):
     at: float = 1.0
     of: Of = "mean"
     exact: ClassVar[bool] = False
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.at):

@@ -29,8 +29,6 @@ class TopK(Selector):
     """Exact counts, ties to the earliest."""
 
     takes_best: ClassVar[bool] = True
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def select(self, scores: Tensor, budgets: Tensor) -> Tensor:
         """See the contract.

@@ -49,8 +49,6 @@ class Device(Placement):
     device_bytes: int | str | None = None
     moves: ClassVar[bool] = False
     examples: ClassVar[tuple[str, ...]] = ("device", "device(device_bytes=67108864)")
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device_bytes", asked_bytes(self.device_bytes, "device: device_bytes"))

@@ -139,8 +139,6 @@ class Disk(Tiered, Placement):
         "disk(resident_bytes=4096, policy=mru)",
         "disk(pack=deflate)",
     )
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     @property
     def makes_smaller(self) -> bool:

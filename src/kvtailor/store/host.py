@@ -123,8 +123,6 @@ class Host(Tiered, Placement):
     host_bytes: int | str | None = None
     block: int = 128
     examples: ClassVar[tuple[str, ...]] = ("host", "host(on_device_layers=1, resident_layers=1)")
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def refusal(self, device: torch.device) -> str | None:
         """The host itself."""

@@ -32,6 +32,15 @@ class Softmax:
         return self.softcap is None and self.sinks is None
 
     @property
+    def twists(self) -> dict[str, str]:
+        """What there is beside the factor, a clause about the model by the field's name, as `Serves` has it, too."""
+        told = {
+            "softcap": f"caps its attention logits (softcap={self.softcap})",
+            "sinks": "has learned attention sinks",
+        }
+        return {name: clause for name, clause in told.items() if getattr(self, name) is not None}
+
+    @property
     def capped(self) -> Softmax:
         """The same without sinks: of parts whose log-sum-exp the sinks join later."""
         return self if self.sinks is None else Softmax(softcap=self.softcap)

@@ -55,18 +55,6 @@ def test_every_plan_works_or_is_refused_in_a_sentence_before_any_work(name: str)
         assert cache.ledger().held < 60
 
 
-def test_every_method_of_ours_says_whether_it_is_right() -> None:
-    """None is left to the default, which is for methods of other packages."""
-    from kvtailor.method import Method
-    from kvtailor.plan import registry
-
-    for stage in registry.stages():
-        for name in registry.methods(stage):
-            kind = registry.load(stage, name)
-            assert "latent_refusal" in vars(kind), f"{name} does not declare latent_refusal"
-            assert kind.latent_refusal != Method.latent_refusal
-
-
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 def test_sparse_attention_by_an_indexer_is_refused(family: str) -> None:
     config = transformers.AutoConfig.for_model(

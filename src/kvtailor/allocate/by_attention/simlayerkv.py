@@ -51,10 +51,6 @@ class SimLayerKV(Allocator):
     examples: ClassVar[tuple[str, ...]] = ("simlayerkv(recent=8)",)
     scope: ClassVar[str] = "prompt"
     even_heads: ClassVar[bool] = True
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:

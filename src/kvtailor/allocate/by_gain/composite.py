@@ -48,8 +48,6 @@ class Composite(Allocator):
     scope: ClassVar[str] = "prompt"
     needs_scores: ClassVar[bool] = True
     even_heads: ClassVar[bool] = True
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.sure < 0:

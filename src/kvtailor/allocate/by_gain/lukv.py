@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.allocate.contract import Allocator, BudgetRequest
-from kvtailor.calibration_file import HEAD_BY_HEAD, CalibratedMethod
+from kvtailor.calibration_file import CalibratedMethod
 from kvtailor.ops.lanes.apportion import split_shares
 
 __all__ = ["RATIOS", "LUKV"]
@@ -47,8 +47,6 @@ class LUKV(CalibratedMethod, Allocator):
 
     calibrates: ClassVar[str] = "lukv"
     per_head: ClassVar[tuple[str, ...]] = ("pruned",)
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = HEAD_BY_HEAD
 
     def allocate(self, request: BudgetRequest) -> Tensor:
         """(b, l, h) int64 on the CPU.

@@ -56,8 +56,6 @@ class ByAge(Codec):
         "by_age(of=[unrotated(of=kivi(bits=8, group=16, recent=32)), sides(keys=kivi(bits=4, group=16, recent=32), "
         "values=vector(bits=3, block_size=32))], ages=[96])",
     )
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "of", tuple(self.of))

@@ -69,9 +69,6 @@ class Centred(Around, Codec):
         "centred(of=hadamard(of=gaussian))",
     )
     _offset: KeyOffset | None = field(init=False, repr=False, compare=False, default=None)
-    splits_heads: ClassVar[bool] = True
-    # Latents have no such constant, and the inner codec says whether it serves them.
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         inner = type(self.of).__name__

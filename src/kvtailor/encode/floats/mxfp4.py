@@ -17,7 +17,6 @@ more tokens at once decode the segment. On the embedded model it loses most of a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -54,8 +53,6 @@ class MxFp4(FloatsInBlocks, Codec):
     block_size: int = 128
     only: Sides = "both"
     segment = MxFp4Segment
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         self.check_tokens("mxfp4")

@@ -54,8 +54,6 @@ class MxFp8(FloatsInBlocks, Codec):
     only: Sides = "both"
     segment = MxFp8Segment
     examples: ClassVar[tuple[str, ...]] = ("mxfp8", "mxfp8(element=e5m2)")
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.element not in ("e4m3", "e5m2"):

@@ -21,7 +21,6 @@ all.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -61,8 +60,6 @@ class NvFp4(ByGroups, FloatsInBlocks, Codec):
     block_size: int = 128
     only: Sides = "both"
     segment = NvFp4Segment
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.group < 1:

@@ -66,8 +66,6 @@ class Higgs(ByBlocks, InBits, TwoSided, Codec):
     only: Sides = "both"
     segment = HiggsSegment
     examples: ClassVar[tuple[str, ...]] = ("higgs", "higgs(key_bits=3, value_bits=2, keep_norm=false)")
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         for name in ("bits", "key_bits", "value_bits"):

@@ -19,6 +19,7 @@ from typing import ClassVar
 from kvtailor.encode.contract import Codec
 from kvtailor.encode.subspace.lowrank import LowRank
 from kvtailor.encode.vector import Vector
+from kvtailor.method import Serves
 
 __all__ = ["KvPlugin"]
 
@@ -40,9 +41,8 @@ class KvPlugin(LowRank, Codec):
         "kvplugin(rank=1.0, centred=false, only=values, basis=random, bits=8)",
         "kvplugin(rank=1.0, centred=false, basis=random)",
     )
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it stores keys and values in bases of their own, and a latent is both at once"
+    serves: ClassVar[Serves] = Serves(
+        latents="it stores keys and values in bases of their own, and a latent is both at once"
     )
 
     def __post_init__(self) -> None:

@@ -34,6 +34,7 @@ from kvtailor.calibration_file import CalibratedMethod
 from kvtailor.encode.contract import Codec, CodecContext, Sides
 from kvtailor.encode.settings.by_blocks import ByGroups
 from kvtailor.encode.settings.projecting import Projecting
+from kvtailor.method import Serves
 from kvtailor.ops.codes.components import (
     MOST_BITS,
     ComponentCodes,
@@ -130,9 +131,8 @@ class Kvtc(ByGroups, Projecting, CalibratedMethod, Codec):
     _found: dict[tuple[str, int, int, int], Components] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it stores keys and values in bases of their own, and a latent is both at once"
+    serves: ClassVar[Serves] = Serves(
+        latents="it stores keys and values in bases of their own, and a latent is both at once"
     )
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from kvtailor.calibration_file import CalibratedMethod
 from kvtailor.encode.contract import Codec, CodecContext, Sides
 from kvtailor.encode.settings.projecting import Projecting
+from kvtailor.method import Serves
 from kvtailor.ops.codes.subspace import (
     Basis,
     Moments,
@@ -81,9 +82,8 @@ class LowRank(Projecting, CalibratedMethod, Codec):
         "lowrank(rank=1.0, heads=0, only=keys, of=hadamard(of=kivi(bits=4, group=16, recent=16)), basis=random)",
     )
     _context: CodecContext | None = field(init=False, repr=False, compare=False, default=None)
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it stores keys and values in bases of their own, and a latent is both at once"
+    serves: ClassVar[Serves] = Serves(
+        latents="it stores keys and values in bases of their own, and a latent is both at once"
     )
 
     def __post_init__(self) -> None:

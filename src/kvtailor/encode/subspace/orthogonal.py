@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 
 from kvtailor.encode.contract import Codec
 from kvtailor.encode.subspace.lowrank import LowRank
+from kvtailor.method import Serves
 
 __all__ = ["Orthogonal"]
 
@@ -32,7 +33,6 @@ class Orthogonal(LowRank, Codec):
     heads: int = 0
     basis: Literal["calibrated", "random"] = "random"
     examples: ClassVar[tuple[str, ...]] = ("orthogonal(rank=1.0)",)
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it stores keys and values in bases of their own, and a latent is both at once"
+    serves: ClassVar[Serves] = Serves(
+        latents="it stores keys and values in bases of their own, and a latent is both at once"
     )

@@ -183,11 +183,10 @@ def told_by_first(share: RankHeads, text: str) -> str:
 
 
 def _faults(method: Method, heads: int, ranks: int) -> list[str]:
-    # What a method inherits was declared of another one.
-    if not vars(type(method)).get("splits_heads", False):
+    if not method.capabilities.split_heads:
         return [
             f"{name_of(method)} does not declare that it works where the kv heads of a layer lie on {ranks} processes: "
-            "set splits_heads = True in its class, if a head's result depends on that head alone"
+            "set serves = Serves(split_heads=True) in its class, if a head's result depends on that head alone"
         ]
     sentence = method.split_refusal(heads=heads, ranks=ranks)
     return [] if sentence is None else [sentence]

@@ -24,6 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvtailor.method import Serves
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held
 
@@ -40,9 +41,8 @@ class KeyDiff(Scorer):
 
     recent: int = 0
     slack: ClassVar[int | None] = 32
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it compares keys by their direction, and the direction of a latent is that of no head's key"
+    serves: ClassVar[Serves] = Serves(
+        latents="it compares keys by their direction, and the direction of a latent is that of no head's key"
     )
 
     def __post_init__(self) -> None:

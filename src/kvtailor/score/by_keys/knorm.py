@@ -23,6 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvtailor.method import Serves
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held
 
@@ -39,9 +40,8 @@ class KNorm(Scorer):
 
     recent: int = 0
     slack: ClassVar[int | None] = 32
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it measures the length of keys, and the length of a latent is that of no head's key"
+    serves: ClassVar[Serves] = Serves(
+        latents="it measures the length of keys, and the length of a latent is that of no head's key"
     )
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvtailor.method import Serves
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held
 
@@ -52,9 +53,8 @@ class LagKV(Scorer):
     lag: int = 128
     compete: bool = False
     slack: ClassVar[int | None] = 128
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it compares keys and values channel by channel, and the channels of a latent are those of no head"
+    serves: ClassVar[Serves] = Serves(
+        latents="it compares keys and values channel by channel, and the channels of a latent are those of no head"
     )
 
     def __post_init__(self) -> None:

@@ -29,6 +29,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvtailor.method import Serves
 from kvtailor.ops.attention.observed import observed_queries, window_attention
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
@@ -54,12 +55,9 @@ class Pairs(Scorer):
 
     window: int = 32
     sinks: int = 32
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it prices merges that change values apart from keys, and a latent is both at once"
+    serves: ClassVar[Serves] = Serves(
+        latents="it prices merges that change values apart from keys, and a latent is both at once"
     )
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 1:

@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.calibration_file import HEAD_BY_HEAD, CalibratedMethod
+from kvtailor.calibration_file import CalibratedMethod
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held
 
@@ -45,8 +45,6 @@ class QFilters(CalibratedMethod, Scorer):
     calibrates: ClassVar[str] = "qfilters"
     per_head: ClassVar[tuple[str, ...]] = ("filters",)
     slack: ClassVar[int | None] = 32
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = HEAD_BY_HEAD
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,7 +29,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.calibration_file import HEAD_BY_HEAD
 from kvtailor.score.by_repetition.own_token import ReadsOwnToken, own_token
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held
@@ -64,8 +63,6 @@ class FastKVzip(ReadsOwnToken, Scorer):
         "gate_bias",
     )
     slack: ClassVar[int | None] = 128
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = HEAD_BY_HEAD
     without: ClassVar[str] = "fastkvzip scores by trained gates, but none were given; see `kvtailor calibrate`"
 
     def __post_init__(self) -> None:

@@ -20,7 +20,6 @@ A token that came after the context outranks it, as in `kvzip`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,10 +44,6 @@ class KVCompose(Scorer):
     chunk: int = 2048
     lead: int = 8
     sinks: int = 0
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_pieces(self, "kvcompose", chunk="KVzip's is 2K", lead="KVzip's is 8", sinks="the paper has none")

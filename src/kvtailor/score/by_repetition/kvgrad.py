@@ -27,6 +27,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvtailor.method import Serves
 from kvtailor.score.by_repetition.kvzip_plus import KVzipPlus
 from kvtailor.score.contract import Scorer
 from kvtailor.score.kvzip import check_pieces
@@ -48,9 +49,10 @@ class KVgrad(Scorer):
     chunk: int = 512
     lead: int = 8
     sinks: int = 4
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it weighs values by the output projection of their heads, and a latent is that of no single head"
+    serves: ClassVar[Serves] = Serves(
+        latents="it weighs values by the output projection of their heads, and a latent is that of no single head",
+        softcap=False,
+        sinks=False,
     )
 
     def __post_init__(self) -> None:

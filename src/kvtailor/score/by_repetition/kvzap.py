@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from kvtailor.calibration_file import HEAD_BY_HEAD
 from kvtailor.score.by_repetition.own_token import ReadsOwnToken, own_token
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held
@@ -61,8 +60,6 @@ class KVzap(ReadsOwnToken, Scorer):
     per_head: ClassVar[tuple[str, ...]] = (*_NETWORK, *_LINEAR)
     examples: ClassVar[tuple[str, ...]] = ("kvzap", "kvzap(linear=true)")
     slack: ClassVar[int | None] = 32
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = HEAD_BY_HEAD
     without: ClassVar[str] = (
         "kvzap scores by a trained network, or by a linear map that files of before lack, and what it needs was not "
         "given; see `kvtailor calibrate kvzap`"

@@ -27,6 +27,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvtailor.method import Serves
 from kvtailor.score.contract import Scorer
 from kvtailor.score.kvzip import KVzip, check_pieces
 from kvtailor.types import Held, Needs, Repetition
@@ -47,12 +48,9 @@ class KVzipPlus(Scorer):
     chunk: int = 2048
     lead: int = 8
     sinks: int = 4
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it weighs values by the output projection of their heads, and a latent is that of no single head"
+    serves: ClassVar[Serves] = Serves(
+        latents="it weighs values by the output projection of their heads, and a latent is that of no single head"
     )
-    knows_softcap: ClassVar[bool] = True
-    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_pieces(self, "kvzip_plus", chunk="KVzip's is 2K", lead="KVzip's is 8", sinks="0 protects none")

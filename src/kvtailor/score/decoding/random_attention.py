@@ -46,8 +46,6 @@ class RandomAttention(Scorer):
     state: int = 0
     slack: ClassVar[int | None] = 64
     heads_alike: ClassVar[bool] = False
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.recent < 0:

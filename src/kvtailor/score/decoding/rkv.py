@@ -25,6 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvtailor.method import Serves
 from kvtailor.ops.attention.observed import observed_queries
 from kvtailor.ops.lanes.pool import pool_members
 from kvtailor.score.contract import Scorer
@@ -52,11 +53,10 @@ class RKV(Scorer):
     alike: float = 0.5
     kernel: int = 7
     slack: ClassVar[int | None] = 128
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it compares keys by their direction, and the direction of a latent is that of no head's key"
+    serves: ClassVar[Serves] = Serves(
+        latents="it compares keys by their direction, and the direction of a latent is that of no head's key",
+        sinks=False,
     )
-    knows_softcap: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 1:

@@ -26,7 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.calibration_file import HEAD_BY_HEAD, CalibratedMethod
+from kvtailor.calibration_file import CalibratedMethod
 from kvtailor.ops.lanes.rotate import turn_on_average, turned_planes
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs, Rotation
@@ -51,8 +51,6 @@ class TriAttention(CalibratedMethod, Scorer):
     calibrates: ClassVar[str] = "triattention"
     per_head: ClassVar[tuple[str, ...]] = ("centres", "lengths")
     slack: ClassVar[int | None] = 128
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = HEAD_BY_HEAD
 
     def __post_init__(self) -> None:
         super().__post_init__()

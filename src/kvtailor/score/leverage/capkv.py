@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from kvtailor.method import Serves
 from kvtailor.ops.lanes.leverage import gram, leverage_of
 from kvtailor.ops.lanes.rotate import turn_on_average
 from kvtailor.score.contract import Scorer
@@ -51,9 +52,11 @@ class CapKV(Scorer):
     tau: float = 5.0
     future: int = 512
     sinks: int = 4
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it turns whole queries by their positions, and of a latent layer's keys only the last channels are turned"
+    serves: ClassVar[Serves] = Serves(
+        latents="it turns whole queries by their positions, "
+        "and of a latent layer's keys only the last channels are turned",
+        softcap=False,
+        sinks=False,
     )
 
     def __post_init__(self) -> None:

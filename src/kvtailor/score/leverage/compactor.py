@@ -25,6 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvtailor.method import Serves
 from kvtailor.score.contract import Scorer
 from kvtailor.score.leverage.leverage import Leverage
 from kvtailor.score.leverage.noncausal import NonCausal
@@ -57,8 +58,11 @@ class Compactor(Scorer):
     rows: int = 1024
     sketch: int = 48
     state: int = 0
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = "it measures keys and values as such, and a latent is that of no single head"
+    serves: ClassVar[Serves] = Serves(
+        latents="it measures keys and values as such, and a latent is that of no single head",
+        softcap=False,
+        sinks=False,
+    )
 
     def __post_init__(self) -> None:
         if self.blending is not None and not self.blending >= 0:

@@ -23,6 +23,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from kvtailor.method import Serves
 from kvtailor.ops.lanes.leverage import gaussian_sketch
 from kvtailor.ops.lanes.packed import pack
 from kvtailor.score.contract import Scorer
@@ -51,8 +52,7 @@ class CUR(Scorer):
     sinks: int = 4
     sketch: int = 0
     state: int = 0
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = "it measures keys and values, and a latent is that of no single head"
+    serves: ClassVar[Serves] = Serves(latents="it measures keys and values, and a latent is that of no single head")
 
     def __post_init__(self) -> None:
         if self.of not in get_args(Of):

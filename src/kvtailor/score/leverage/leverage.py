@@ -26,6 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvtailor.method import Serves
 from kvtailor.ops.lanes.leverage import gaussian_sketch, gram, leverage_of, mean_of
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.score.contract import Scorer
@@ -48,9 +49,9 @@ class Leverage(Scorer):
     sketch: int = 48
     ridge: float = 0.01
     state: int = 0
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it turns whole keys back by their positions, and of a latent layer's keys only the last channels are turned"
+    serves: ClassVar[Serves] = Serves(
+        latents="it turns whole keys back by their positions, "
+        "and of a latent layer's keys only the last channels are turned"
     )
 
     def __post_init__(self) -> None:

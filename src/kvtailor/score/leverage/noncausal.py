@@ -29,6 +29,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvtailor.method import Serves
 from kvtailor.ops.attention.noncausal import attention_in_runs
 from kvtailor.ops.lanes.pool import pool_members
 from kvtailor.score.contract import Scorer
@@ -52,8 +53,9 @@ class NonCausal(Scorer):
     chunk: int = 256
     rows: int = 1024
     scaled: bool = False
-    splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = "it weighs by the length of values, and a latent is that of no single head"
+    serves: ClassVar[Serves] = Serves(
+        latents="it weighs by the length of values, and a latent is that of no single head", softcap=False, sinks=False
+    )
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
