@@ -9,7 +9,7 @@ from tests.support.held_rows import held_of, make_row
 from tests.support.seam.zoo import build, held_columns, prompts
 
 import kvtailor
-from kvtailor.allocate.by_gain.composite import Composite
+from kvtailor.allocate.composite import Composite
 from kvtailor.score.by_repetition.kvcompose import KVCompose
 
 

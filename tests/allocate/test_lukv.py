@@ -13,8 +13,8 @@ from tests.support.seam.zoo import build, prompts
 from transformers import DynamicCache
 
 import kvtailor
-from kvtailor.allocate.by_gain.lukv import LUKV, pruned_at
 from kvtailor.allocate.contract import BudgetRequest
+from kvtailor.allocate.lukv import LUKV, pruned_at
 from kvtailor.calibration.contract import Job
 from kvtailor.calibration.lukv import LUKV as Profile
 from kvtailor.calibration.lukv import _gains_of, best_split, relaxed

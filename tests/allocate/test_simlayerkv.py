@@ -9,7 +9,7 @@ from tests.support.held_rows import held_of, make_row
 from tests.support.seam.zoo import build, held_columns, prompts
 
 import kvtailor
-from kvtailor.allocate.by_attention.simlayerkv import SimLayerKV
+from kvtailor.allocate.simlayerkv import SimLayerKV
 from kvtailor.hf.versions import hand_cache
 
 

@@ -18,10 +18,10 @@ from kvtailor.encode.contract import Codec, CodecContext
 from kvtailor.encode.floats.mxfp4 import MxFp4
 from kvtailor.encode.floats.mxfp8 import MxFp8
 from kvtailor.encode.gaussian import Gaussian
-from kvtailor.encode.grids.higgs import Higgs
 from kvtailor.encode.hadamard import Hadamard
+from kvtailor.encode.higgs import Higgs
 from kvtailor.encode.plain import Plain
-from kvtailor.encode.settings.projecting import Projecting
+from kvtailor.encode.subspace.projecting import Projecting
 from kvtailor.errors import CacheMisuse
 from kvtailor.plan import Plan
 from kvtailor.types import Layout, Rotation, Segment

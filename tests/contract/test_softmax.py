@@ -226,10 +226,10 @@ def rows_beside_sinks(held: Held) -> list[list[Tensor]]:
 
 def test_whole_rows_beside_sinks() -> None:
     """Of the measures that a token in the sink's place would change: their formulas, written down."""
-    from kvtailor.allocate.by_attention.simlayerkv import SimLayerKV
     from kvtailor.allocate.coverage import Coverage
     from kvtailor.allocate.entropy import Entropy
     from kvtailor.allocate.erank import Erank
+    from kvtailor.allocate.simlayerkv import SimLayerKV
 
     assert {type(each).__name__ for each in watching("allocate")} >= BY_ROWS
     held = replace(held_for(Needs(window=5)), softmax=Softmax(sinks=sinks_of()))

@@ -7,7 +7,7 @@ import torch
 from tests.support.segments_of import states
 from torch import Tensor
 
-from kvtailor.encode.composed.by_age import ByAge
+from kvtailor.encode.by_age import ByAge
 from kvtailor.encode.contract import Codec
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.vector import Vector

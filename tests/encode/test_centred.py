@@ -14,7 +14,7 @@ from tests.support.segments_of import moved, uneven
 from torch import Tensor
 
 import kvtailor
-from kvtailor.encode.composed.centred import CentredSegment
+from kvtailor.encode.centred import CentredSegment
 from kvtailor.encode.contract import CodecContext
 from kvtailor.engine.steady import SteadyLayer, general_way
 from kvtailor.errors import PlanError

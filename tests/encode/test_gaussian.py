@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.support.segments_of import states
 
-from kvtailor.encode.composed.centred import Centred
+from kvtailor.encode.centred import Centred
 from kvtailor.encode.gaussian import Gaussian
 from kvtailor.encode.hadamard import Hadamard
 from kvtailor.encode.vector import Vector

@@ -6,8 +6,8 @@ from tests.ops.test_stored_sides import GROUP, HEADS, ROWS, SIZE, both, held, sa
 from tests.support.segments_of import Padded, states
 
 from kvtailor.encode.gaussian import Gaussian
-from kvtailor.encode.grids.higgs import Higgs
 from kvtailor.encode.hadamard import Hadamard, HadamardSegment
+from kvtailor.encode.higgs import Higgs
 from kvtailor.encode.nuq import Nuq
 from kvtailor.ops.attention.parts import read_all
 from kvtailor.ops.codes.residual import ResidualCodes

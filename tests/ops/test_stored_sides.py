@@ -8,8 +8,8 @@ from tests.support.segments_of import Padded, states, uneven
 from kvtailor.encode.channels import Channels, KeptChannels
 from kvtailor.encode.fp8 import Fp8
 from kvtailor.encode.gaussian import Gaussian
-from kvtailor.encode.grids.higgs import Higgs
 from kvtailor.encode.hadamard import Hadamard, HadamardSegment
+from kvtailor.encode.higgs import Higgs
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.minicache import MiniCache, MiniCacheSegment
 from kvtailor.encode.nuq import Nuq

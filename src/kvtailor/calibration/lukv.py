@@ -1,4 +1,4 @@
-"""Profiles for `allocate/by_gain/lukv.py`: which share of its tokens each kv head drops at each ratio of all.
+"""Profiles for `allocate/lukv.py`: which share of its tokens each kv head drops at each ratio of all.
 
 As arXiv 2602.08585 has it, by a reader's notes on the paper. What a token of a context is worth to a head is the
 largest, over the queries that come later, of the length of what it adds to the output: probability times value, through
@@ -21,9 +21,9 @@ import torch
 from scipy.optimize import isotonic_regression
 from torch import Tensor
 
-from kvtailor.allocate.by_gain.lukv import LUKV as Allocator
-from kvtailor.allocate.by_gain.lukv import RATIOS
 from kvtailor.allocate.contract import BudgetRequest
+from kvtailor.allocate.lukv import LUKV as Allocator
+from kvtailor.allocate.lukv import RATIOS
 from kvtailor.bench.measure.statistics import mean_difference
 from kvtailor.calibration.contract import Calibrator, Job, Made
 from kvtailor.calibration.passages import Passage

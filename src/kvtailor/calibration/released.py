@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from kvtailor.allocate.by_gain.lukv import RATIOS
+from kvtailor.allocate.lukv import RATIOS
 from kvtailor.bench.data.overlap import written
 from kvtailor.calibration.run import head_of, subject_of
 from kvtailor.calibration_file import Calibration, read, write

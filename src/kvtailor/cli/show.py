@@ -210,7 +210,7 @@ def _about(method: object) -> dict[str, Any]:
 
 def _cost(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
     """Closed-form bytes of a token, indices of ragged caches not counted; by age where they change."""
-    from kvtailor.encode.composed.by_age import ByAge
+    from kvtailor.encode.by_age import ByAge
 
     element, size = ELEMENT_SIZES[sizes["dtype"]], sizes["head_size"]
     value_size = sizes.get("value_size", size)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvtailor.encode.contract import Codec, CodecContext, Sides
 from kvtailor.encode.plain import Plain
-from kvtailor.encode.settings.agreement import check_agreement
+from kvtailor.encode.settings import check_agreement
 from kvtailor.types import Layout, Segment
 
 __all__ = ["ByLayer"]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, refuse_non_finite
-from kvtailor.encode.settings.by_blocks import ByBlocks
+from kvtailor.encode.settings import ByBlocks
 from kvtailor.method import Serves
 from kvtailor.ops import huge_pages
 from kvtailor.ops.segments.coded import Coded, PairSegment, TimeGrouped, Whole, alone

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
-from kvtailor.encode.settings.by_blocks import ByGroups
+from kvtailor.encode.settings import ByGroups
 from kvtailor.ops.codes.sides import FloatCodes
 from kvtailor.ops.segments.coded import PairSegment, Whole
 from kvtailor.types import Layout

@@ -26,8 +26,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
-from kvtailor.encode.settings.by_blocks import ByBlocks
-from kvtailor.encode.settings.in_bits import InBits
+from kvtailor.encode.settings import ByBlocks, InBits
 from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.codes.residual import ResidualCodes

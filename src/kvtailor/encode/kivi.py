@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
-from kvtailor.encode.settings.in_bits import InBits
+from kvtailor.encode.settings import InBits
 from kvtailor.ops.codes.quant import largest_divisor, packed_size
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.dispatch import quantiser

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
-from kvtailor.encode.settings.by_blocks import ByGroups
-from kvtailor.encode.settings.in_bits import InBits
+from kvtailor.encode.settings import ByGroups, InBits
 from kvtailor.ops.codes.nonuniform import ChannelLevels, LevelCodes, TokenLevels, aside, coded_by_levels, index_bytes
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.segments.coded import PairSegment, Whole

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvtailor.encode.composed.centred import Centred
+from kvtailor.encode.centred import Centred
 from kvtailor.encode.contract import Codec, CodecContext, Sides, TwoSided, refuse_non_finite
 from kvtailor.encode.hadamard import Hadamard
 from kvtailor.encode.plain import Plain

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
-from kvtailor.encode.settings.by_blocks import ByBlocks
-from kvtailor.encode.settings.in_bits import InBits
+from kvtailor.encode.settings import ByBlocks, InBits
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.codes.sides import TokenCodes
 from kvtailor.ops.dispatch import quantiser

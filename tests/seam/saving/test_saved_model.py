@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import kvtailor
-from kvtailor.encode.composed.centred import CentredSegment
+from kvtailor.encode.centred import CentredSegment
 from kvtailor.errors import CacheFileError, CacheMisuse
 from kvtailor.hf.model.fingerprint import weight_fingerprint
 from kvtailor.hf.model.loading import new_model

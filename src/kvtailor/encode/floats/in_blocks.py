@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from kvtailor.encode.contract import TwoSided
-from kvtailor.encode.settings.by_blocks import ByBlocks
+from kvtailor.encode.settings import ByBlocks
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.types import Layout
 

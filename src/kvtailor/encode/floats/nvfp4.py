@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides
 from kvtailor.encode.floats.in_blocks import FloatsInBlocks
-from kvtailor.encode.settings.by_blocks import ByGroups
+from kvtailor.encode.settings import ByGroups
 from kvtailor.ops.codes.floats import NvCodes
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.segments.coded import PairSegment, Whole

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from kvtailor.calibration_file import CalibratedMethod
 from kvtailor.encode.contract import Codec, CodecContext, Sides
-from kvtailor.encode.settings.by_blocks import ByGroups
-from kvtailor.encode.settings.projecting import Projecting
+from kvtailor.encode.settings import ByGroups
+from kvtailor.encode.subspace.projecting import Projecting
 from kvtailor.method import Serves
 from kvtailor.ops.codes.components import (
     MOST_BITS,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvtailor.calibration_file import CalibratedMethod
 from kvtailor.encode.contract import Codec, CodecContext, Sides
-from kvtailor.encode.settings.projecting import Projecting
+from kvtailor.encode.subspace.projecting import Projecting
 from kvtailor.method import Serves
 from kvtailor.ops.codes.subspace import (
     Basis,

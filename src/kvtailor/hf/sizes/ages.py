@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtailor.encode.composed.by_age import ByAge
+from kvtailor.encode.by_age import ByAge
 from kvtailor.hf.sizes.bounds import Bounds, hull
 from kvtailor.hf.sizes.segments import SegmentBytes
 from kvtailor.ops.lanes.ragged import page_size

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.calibration_file import calibrated
-from kvtailor.encode.composed.by_age import ByAge
+from kvtailor.encode.by_age import ByAge
 from kvtailor.encode.contract import Codec, CodecContext
 from kvtailor.engine.budget import waiting_tokens
 from kvtailor.errors import ArgumentError, PlanError

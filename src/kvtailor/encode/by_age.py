@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvtailor.encode.contract import Codec, CodecContext, Sides
 from kvtailor.encode.kivi import Kivi
-from kvtailor.encode.settings.agreement import check_agreement
+from kvtailor.encode.settings import check_agreement
 from kvtailor.ops.segments.aged import AgedSegment
 from kvtailor.ops.segments.coded import under
 from kvtailor.types import Layout, Segment

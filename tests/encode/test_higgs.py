@@ -9,8 +9,8 @@ from tests.encode.test_gaussian import layout, lost
 from tests.support.segments_of import states
 
 from kvtailor.encode.gaussian import Gaussian
-from kvtailor.encode.grids.higgs import Higgs
 from kvtailor.encode.hadamard import Hadamard
+from kvtailor.encode.higgs import Higgs
 from kvtailor.encode.vector import Vector
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.codes.grids import GridCodes, grid_of

@@ -1,1 +1,0 @@
-"""Allocators that look at what the newest queries attend to."""

@@ -1,1 +1,0 @@
-"""Codecs that are made of several others."""

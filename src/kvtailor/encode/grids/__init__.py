@@ -1,1 +1,0 @@
-"""Codecs whose codes are points of a grid for several channels together."""
