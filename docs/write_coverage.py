@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from kvtailor.bench.measure.equivalence import Losses, Margins, losses_of  # noqa: E402
 from kvtailor.bench.measure.paired_hits import hit_difference  # noqa: E402
 from kvtailor.bench.report.rows import Row  # noqa: E402
+from kvtailor.bench.report.table import PLAN, Number  # noqa: E402
 from kvtailor.bench.report.tables.quality import NATS, Measure, Score  # noqa: E402
 from kvtailor.bench.report.verdict.verdict import headline  # noqa: E402
 
@@ -70,8 +71,8 @@ def recommended(losses: Mapping[str, Losses], size: Callable[[int], float] = lam
         losses: by plan.
         size: the share of the bytes of plan i.
     """
-    rows = [Row(label="full", plan="full", plan_hash="full", ratio=1.0)]
-    rows += [Row(label=name, plan=name, plan_hash=name, ratio=size(i)) for i, name in enumerate(losses)]
+    shares = {"full": 1.0} | {name: size(i) for i, name in enumerate(losses)}
+    rows = [_row(name, share) for name, share in shares.items()]
     zero = next(iter(losses.values()))
     every = {"full": Losses(count=zero.count, mean=0.0, deviation=0.0, freedom=zero.count - 1), **losses}
     scores = {name: Score(value=1.0, losses=each, samples=each.count, keys=()) for name, each in every.items()}
@@ -85,6 +86,14 @@ def recommended(losses: Mapping[str, Losses], size: Callable[[int], float] = lam
         scores=scores,
     )
     return headline(rows, [measure])
+
+
+def _row(name: str, share: float) -> Row:
+    """The row of a plan that holds this share of the bytes."""
+    number = Number(
+        plan=name, model="", text=None, task="cache", point="{}", metric="ratio", unit="share", value=share, over=PLAN
+    )
+    return Row(label=name, plan=name, plan_hash=name, numbers={number.name: number})
 
 
 def names_a_plan(said: str) -> bool:

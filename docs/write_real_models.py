@@ -198,7 +198,7 @@ def _score(scores: Mapping[str, Score] | None) -> str:
 
 def _run(models: Mapping[str, Mapping[str, Row]], rankings: Mapping[str, Ranking]) -> Iterator[str]:
     for model in models:
-        told = [f"novels {models[model]['full'].nll:.3f} nats"]
+        told = [f"novels {models[model]['full'].value('perplexity.nll'):.3f} nats"]
         for column in rankings[model].columns if model in rankings else ():
             if column.label in ASKED and column.full is not None:
                 silent = ", which therefore say nothing" if column.silent else ""
@@ -402,7 +402,7 @@ def _lost(row: Row | None, *, ends: bool) -> str:
     told, high = _told(row.loss), row.loss.high
     if not ends:
         told = f"{row.loss.value:+.3f}" + ("" if high is None else f", at most {high:.3f}")
-    return f"{told}; {row.hits} of {row.answers}" if row.answers else told
+    return told if row.accuracy is None else f"{told}; {row.hits} of {row.accuracy.count}"
 
 
 if __name__ == "__main__":

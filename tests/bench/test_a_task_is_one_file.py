@@ -266,8 +266,8 @@ def test_its_options_are_read_and_are_about_it_alone(toy):
     found = child(BENCH, str(toy.parent), *words, "--dtype", "float32", "--json")
     assert found.returncode == 0, found.stderr
     rows = json.loads(found.stdout.splitlines()[-1])["rows"]
-    assert [row["metrics"]["toy kept share, share"] for row in rows] == [1.0, 0.5]
-    assert [row["metrics"]["toy prompts fed, prompts"] for row in rows] == [2, 2]
+    assert [row["numbers"]["toy.kept_share"]["value"] for row in rows] == [1.0, 0.5]
+    assert [row["numbers"]["toy.prompts_fed"]["value"] for row in rows] == [2, 2]
 
 
 @pytest.mark.parametrize(

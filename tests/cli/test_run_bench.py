@@ -118,11 +118,11 @@ def test_bench_ends_with_one_object_and_leaves_records(tmp_path):
     result = invoke(bench.command, *words, *few, "--out", str(tmp_path), "--json")
     found = last(result)
     assert [row["label"] for row in found["rows"]][:3] == ["full", "snapkv @ keep=0.25", "streaming @ keep=0.5"]
-    full, snap, stream = found["rows"][:3]
-    assert full["loss"]["value"] == 0 and snap["loss"]["low"] is not None
-    assert full["tokens_held"] == 200 and snap["tokens_held"] == 50 and stream["tokens_held"] == 100
-    assert 0.25 <= snap["ratio"] < 0.6 < full["ratio"]
-    assert full["bytes_resident"] is None
+    full, snap, stream = (row["numbers"] for row in found["rows"][:3])
+    assert full["perplexity.nll_over_full"]["value"] == 0 and snap["perplexity.nll_over_full"]["low"] is not None
+    assert [each["cache.tokens_held"]["value"] for each in (full, snap, stream)] == [200, 50, 100]
+    assert 0.25 <= snap["cache.ratio"]["value"] < 0.6 < full["cache.ratio"]["value"]
+    assert "memory.bytes_resident" not in full
     lines = next(tmp_path.glob("records-*.jsonl")).read_text().splitlines()
     assert len(lines) == 3 + 3 + 4
     assert found["headline"] in " ".join(result.stdout.split())

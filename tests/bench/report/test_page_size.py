@@ -99,7 +99,7 @@ def test_what_is_put_together_is_what_the_page_had_before(tmp_path):
     found = asked(tmp_path, {1280: page(records)}, questions=QUESTIONS)[1280]
     rows = summarise(records).rows
     label = rows[2].label
-    layers = next(each for each in records if each.key == rows[2].sources["bytes"][0])
+    layers = next(each for each in records if each.key == rows[2].keys("cache.bytes_held")[0])
     assert found["budget"] == [
         f"{label}\nlayer {layer}, head {head}: {tokens:g} of {layers.tokens_seen} tokens"
         for layer, heads in enumerate(layers.tokens_by_head)

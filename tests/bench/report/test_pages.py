@@ -19,8 +19,8 @@ from kvtailor.bench.report.charts.svg import Line, Mark, lines, scatter, ticks
 from kvtailor.bench.report.pages.files import texts
 from kvtailor.bench.report.pages.page import page, pareto
 from kvtailor.bench.report.pages.style import COLOURS, DARK, LIGHT
-from kvtailor.bench.report.tables.grid import Cell, Grid, as_csv
-from kvtailor.bench.report.tables.tables import latex, markdown
+from kvtailor.bench.report.tables.grid import Cell, Grid, as_csv, as_latex, as_markdown
+from kvtailor.bench.report.tables.tables import main_grid
 from kvtailor.bench.schema import latest
 from kvtailor.cli.report import write
 
@@ -248,7 +248,7 @@ def test_all_points_have_tables_of_their_own():
 
 def test_every_number_of_the_table_is_on_the_page_and_in_markdown():
     rows = summarise(RECORDS).rows
-    text, table = " ".join(Page(page(RECORDS)).said), markdown(rows)
+    text, table = " ".join(Page(page(RECORDS)).said), as_markdown(main_grid(rows))
     for part in ("+0.0417", "25.0", "0.500"):
         assert part in text and part in table
     assert "| `h2o @ tokens=9` |" in table and "–" in table
@@ -330,7 +330,7 @@ def test_markdown_escapes_html(name):
 
 
 def test_latex_escapes_what_latex_reads():
-    text = latex(summarise(RECORDS).rows)
+    text = as_latex(main_grid(summarise(RECORDS).rows))
     assert text.startswith(r"\begin{tabular}{l") and text.endswith(r"\end{tabular}")
     assert r"\texttt{<b>odd</b> \& 50 \%}" in text
     assert not re.search(r"(?<!\\)[%_#$]", text)

@@ -186,8 +186,9 @@ def test_ratios_are_of_medians_of_the_same_run():
     ]
     summary = summarise(records)
     assert [row.label for row in summary.rows] == ["full", "half", "the model's own cache"]
-    assert summary.rows[1].tpot_ratio == 0.5 and summary.rows[1].ttft_ratio == 1.0
-    assert summary.rows[1].floor_ratio == pytest.approx(0.2)
+    half = summary.rows[1]
+    assert half.value("speed.tpot_over_full") == 0.5 and half.value("speed.ttft_over_full") == 1.0
+    assert half.value("speed.floor_over_tpot") == pytest.approx(0.2)
     assert any("own cache 100.0 ms" in note and "1 disturbed" not in note for note in summary.footnotes)
 
 

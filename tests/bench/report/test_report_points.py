@@ -44,9 +44,10 @@ def test_a_row_is_of_all_texts_that_the_same_plans_have():
     jitter = fmean(SAME.values["nll"]) - fmean(FULL.values["nll"])
     assert same.loss.value == pytest.approx(jitter + 0.3 / 2)
     assert same.loss.count == full.loss.count == 2 * len(BASE)
-    assert same.nll == pytest.approx(fmean([*SAME.values["nll"], *harmed.values["nll"]]))
-    assert same.perplexity == pytest.approx(math.exp(same.nll))
-    assert len(same.sources["loss"]) == 4 and len(same.sources["perplexity"]) == 2
+    nll, perplexity = same.numbers["perplexity.nll"], same.numbers["perplexity.perplexity"]
+    assert nll.value == pytest.approx(fmean([*SAME.values["nll"], *harmed.values["nll"]]))
+    assert perplexity.value == pytest.approx(math.exp(nll.value))
+    assert len(same.keys("perplexity.nll_over_full")) == 4 and len(perplexity.keys) == 2
     (note,) = [note for note in summary.footnotes if note.startswith("ΔNLL")]
     assert f"over {same.loss.count} windows" in note and "of t.txt, other.txt (" in note
     assert not [note for note in summary.footnotes if note.startswith("perplexity: measured at")]
@@ -79,9 +80,9 @@ def test_bits_a_byte_of_two_texts_are_those_of_their_bytes():
     second = {"nll": 3.0, "bits_per_byte": 300 * 3 / 600 / math.log(2)}
     two = on("other.txt", replace(FULL, tokens_scored=300, metrics=second))
     (row,) = summarise([one, two]).rows
-    assert row.bits_per_byte == pytest.approx(1100 / 800 / math.log(2))
+    assert row.value("perplexity.bits_per_byte") == pytest.approx(1100 / 800 / math.log(2))
     (row,) = summarise([one, replace(two, metrics={"nll": 3.0, "bits_per_byte": None})]).rows
-    assert row.bits_per_byte is None
+    assert row.value("perplexity.bits_per_byte") is None
 
 
 def test_a_plan_that_was_not_asked_everything_is_not_said_to_lose_nothing():
@@ -118,7 +119,7 @@ def test_the_share_of_the_bytes_is_that_of_all_points():
 def test_a_row_shows_the_point_that_most_plans_have_and_says_which():
     lonely = on("rare.txt", replace(FULL, metrics={"nll": 9.0}))
     summary = summarise([lonely, FULL, SAME])
-    assert [row.nll for row in summary.rows] == [FULL.metrics["nll"], SAME.metrics["nll"]]
+    assert [row.value("perplexity.nll") for row in summary.rows] == [FULL.metrics["nll"], SAME.metrics["nll"]]
     (note,) = [note for note in summary.footnotes if note.startswith("perplexity: measured at 2 points")]
     assert "shows t.txt" in note
     assert any("windows of t.txt" in note for note in summary.footnotes)
@@ -141,9 +142,10 @@ def test_of_points_that_as_many_plans_have_the_first_is_shown():
 
 def test_times_of_two_runs_are_not_divided_by_each_other():
     here = [timed("full", 0.01), timed("half", 0.005)]
-    assert summarise(here).rows[1].tpot_ratio == 0.5
+    assert summarise(here).rows[1].value("speed.tpot_over_full") == 0.5
     summary = summarise([here[0], replace(here[1], run="another")])
-    assert summary.rows[1].tpot_ratio is None and summary.rows[1].tpot_seconds == 0.005
+    half = summary.rows[1]
+    assert half.value("speed.tpot_over_full") is None and half.value("speed.tpot_median") == 0.005
     assert any("different runs are not compared" in note for note in summary.footnotes)
 
 
@@ -161,7 +163,7 @@ def test_shares_of_different_documents_are_told():
     assert any(note.startswith("x: its answers are of 1 of the 2") for note in summary.footnotes)
     beyond = replace(more, label="x", plan="x", plan_hash="#x")
     summary = summarise([needles("full", [1] * 4), needles("x", [0] * 4), beyond])
-    assert (summary.rows[1].hits, summary.rows[1].answers) == (0, 4)
+    assert (summary.rows[1].hits, summary.rows[1].accuracy.count) == (0, 4)
 
 
 def test_a_missing_plan_has_no_row():
@@ -368,8 +370,8 @@ def test_tokens_a_second_for_each_gib_are_of_the_caches_that_were_timed():
             each.metrics["tokens_per_second"] / (each.bytes_held / 2**30): each.metrics["tokens_per_second"]
             for each in at
         }
-        if row.tokens_per_second is None:
+        if "speed.tokens_per_second" not in row.numbers:
             continue
-        assert found[row.tokens_per_second_per_gib] == row.tokens_per_second
+        assert found[row.value("speed.tokens_per_second_per_gib")] == row.value("speed.tokens_per_second")
         shown += 1
     assert shown > 2

@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS
@@ -15,15 +16,19 @@ from kvtailor.bench.report import Row, Summary, summarise
 from kvtailor.bench.report.machines import hardware_text, versions_text
 from kvtailor.bench.report.points import Series, series_of
 from kvtailor.bench.report.rows import OWN
+from kvtailor.bench.report.table import frame_of
 from kvtailor.bench.report.tables.grid import Cell, Grid
 from kvtailor.bench.report.tables.quality import difference, documents_of
-from kvtailor.bench.report.tables.tables import main_grid, measured, quality_grid
+from kvtailor.bench.report.tables.tables import main_grid, quality_grid
 from kvtailor.bench.schema import Record, latest, read_records
 from kvtailor.bench.schema import leave_out as without
 from kvtailor.errors import KvtailorError, UnknownName
 from kvtailor.ops.files import write_whole
 from kvtailor.ops.notebook_html import html_block, html_table
 from kvtailor.plan import Plan
+
+if TYPE_CHECKING:
+    import pandas
 
 __all__ = ["Evaluation"]
 
@@ -75,6 +80,18 @@ class Evaluation:
             if row.plan_hash == wanted:
                 return row
         raise UnknownName("plan in this evaluation", text, [row.label for row in self.rows])
+
+    def frame(self) -> pandas.DataFrame:
+        """Return every number of the model that was measured last as one tidy table, a row each.
+
+        The columns are those of `bench.report.table.Number`: plan, model, text, task, point (as JSON), metric, unit,
+        value, low and high (the 95 % interval), n, over ("point"; "points" that a page shows together; "plan": what the
+        main table has), plan_hash, and keys of the records behind it. What was not measured has no row.
+
+        Raises:
+            KvtailorError: pandas is not installed.
+        """
+        return frame_of(self.summary.table())
 
     def difference(
         self, plan: str | Plan, other: str | Plan, *, task: str | None = None, value: str | None = None
@@ -174,7 +191,7 @@ class Evaluation:
 
     def _repr_html_(self) -> str:
         """For notebooks: the sentence, the tables, and what a reader must know behind a line that opens."""
-        parts = [_html_of(main_grid(measured(self.summary.rows)[0]))]
+        parts = [_html_of(main_grid(self.summary.rows))]
         grid = quality_grid(self.summary.measures, self.rows)
         if len(self.summary.measures) > 1:
             parts.append(html_block(grid.title, _html_of(grid), notes=[grid.note]))

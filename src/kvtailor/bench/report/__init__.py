@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from kvtailor.bench.measure.equivalence import Margins
 from kvtailor.bench.report.machines import machines_of
 from kvtailor.bench.report.points import of_one_model
 from kvtailor.bench.report.rows import Row, rows_of
+from kvtailor.bench.report.table import Number, tidy
 from kvtailor.bench.report.tables.footnotes import footnotes
 from kvtailor.bench.report.tables.quality import Measure, measures_of
 from kvtailor.bench.report.verdict.advice import Advice, advise
@@ -32,6 +33,7 @@ class Summary:
         missing: plans that this kvtailor does not have yet, each with what it lacks.
         footnotes: what a reader must know to judge the rows, whole sentences.
         machines: every machine and version behind the numbers, see `machines_of`.
+        records: of the model that was measured last.
     """
 
     advice: Advice
@@ -42,10 +44,24 @@ class Summary:
     missing: tuple[tuple[str, str], ...]
     footnotes: tuple[str, ...]
     machines: dict[str, tuple[str, ...]]
+    records: tuple[Record, ...] = field(repr=False)
+
+    def table(self) -> list[Number]:
+        """Return the tidy table: every number of the run, a row each."""
+        return tidy(self.records, self.measures, (row.numbers.values() for row in self.rows))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """For JSON, without the records."""
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "records"}
+        words = ("advice", "margins")
+        return (
+            found
+            | {name: asdict(found[name]) for name in words}
+            | {
+                "rows": [row.as_dict() for row in self.rows],
+                "measures": [asdict(measure) for measure in self.measures],
+            }
+        )
 
 
 def summarise(records: Sequence[Record], margins: Margins | None = None, left_out: Sequence[str] = ()) -> Summary:
@@ -75,4 +91,5 @@ def summarise(records: Sequence[Record], margins: Margins | None = None, left_ou
         missing=tuple(dict.fromkeys((r.label, "; ".join(r.missing)) for r in ours if r.missing)),
         footnotes=(*left_out, *footnotes(there, rows, measures, others=others), *([rule] if rule else [])),
         machines=machines_of([record for record in there if record.error is None] or ours),
+        records=tuple(ours),
     )

@@ -6,10 +6,34 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.schema import Record, latest
 from kvtailor.errors import ArgumentError
 
-__all__ = ["Series", "base", "named", "of_one_model", "series_of", "texts_together"]
+__all__ = [
+    "HAND_MADE",
+    "Series",
+    "base",
+    "compared_tasks",
+    "declared_tasks",
+    "named",
+    "of_one_model",
+    "series_of",
+    "texts_together",
+]
+
+HAND_MADE = (
+    "perplexity",
+    "fidelity",
+    "needle",
+    "speed",
+    "memory",
+    "capacity",
+    "speculation",
+    "longcontext",
+    "harness",
+)
+"""Tasks with columns, tables and words of their own; of others a report shows what their files declare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,3 +126,14 @@ def of_one_model(records: Sequence[Record]) -> tuple[list[Record], int]:
     last = max(single, key=lambda record: record.started)
     ours = [record for record in single if model(record) == model(last)]
     return ours, len(single) - len(ours)
+
+
+def declared_tasks(records: Sequence[Record]) -> list[str]:
+    """The tasks of some records that are shown as their files declare it, as they come."""
+    return [task for task in dict.fromkeys(r.task for r in records) if task in KINDS and task not in HAND_MADE]
+
+
+def compared_tasks() -> list[str]:
+    """The tasks whose records have a number for each sample, so that plans can be compared sample by sample."""
+    by_sample = [task for task, kind in KINDS.items() if kind.by_sample]
+    return sorted(by_sample, key=lambda task: HAND_MADE.index(task) if task in HAND_MADE else len(HAND_MADE))

@@ -1,167 +1,122 @@
-"""One row for each plan, joined from the records of all tasks: of each task the point that most plans have."""
+"""What a run has of each plan: the numbers of the tidy table that are over whole tasks, 'full' first.
+
+Of each task they are those of the point that most plans have; of perplexity over all texts that the same plans have,
+and of needles over all lengths, depths and kinds that 'full' was asked too.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 from kvtailor.bench.measure.paired_hits import share
-from kvtailor.bench.measure.statistics import Estimate, geometric_mean, mean, wilson
-from kvtailor.bench.report.declared import HAND_MADE, declared_tasks, heading, metrics_of
+from kvtailor.bench.measure.statistics import Estimate, wilson
 from kvtailor.bench.report.points import Series, base, series_of, texts_together
-from kvtailor.bench.report.tables.quality import difference, documents_of, documents_over
+from kvtailor.bench.report.table import PLAN, Number, numbers_of
+from kvtailor.bench.report.tables.quality import NATS, difference, documents_of, documents_over
 from kvtailor.bench.schema import Record
 from kvtailor.presets import FULL
 
-__all__ = ["OWN", "Row", "asked_of_both", "rate_per_gib", "rows_of"]
+__all__ = ["OWN", "Row", "asked_of_both", "rows_of"]
 
 OWN = "own"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a report has about one plan. None: not measured.
+    """What a report has about one plan.
 
     Attributes:
         label: the plan as the user wrote it.
         plan: canonical form.
         plan_hash: content hash; "own" for the model's own cache.
-        tokens_held: mean over rows, layers and heads, of the perplexity windows, else of the longest needles.
-        tokens_seen: of the same sample.
-        bytes_held: of the same sample.
-        bytes_full: of the same sample.
-        ratio: bytes_held / bytes_full.
-        bytes_resident: growth of a fresh process for each cache.
-        bytes_peak: highest memory of that process in one prefill, above what it held before.
-        bytes_peak_decode: the same while it decodes.
-        nll: nats per token, mean over the windows of all texts that the same plans have.
-        perplexity: exp of `nll`.
-        bits_per_byte: of the text scored in them.
-        loss: mean over these windows of the difference of `nll` to 'full', with its 95 % interval.
-        accuracy: share of right answers with its 95 % interval.
-        hits: right answers.
-        answers: all answers.
-        recall: mean share of the parts that came, of the answers with several, with a 95 % interval.
-        answer_loss: mean over documents of the difference to 'full' in nats per answer token.
-        kl: mean of KL(full || plan) in nats per token.
-        kl_p99: its 99th percentile over tokens.
-        top1: share of tokens of which the plan and 'full' find the same most likely.
-        ece: expected calibration error of the plan's own predictions.
-        output_error: relative error of the attention output, mean over layers.
-        ttft_seconds: median.
-        tpot_seconds: median.
-        floor_seconds: the physical floor of a token: weights and cache read once.
-        ttft_ratio: median over the median of 'full'; None where 'full' was not timed in the same run.
-        tpot_ratio: the same for a further token.
-        tpot_spread: (q1, q3) over the median of 'full'.
-        floor_ratio: the physical floor of a token over the median of this plan: 1 would be perfect.
-        tokens_per_second: decoded, over the whole batch.
-        tokens_per_second_per_gib: the same over what the batch's caches hold after these tokens.
-        flops_prefill, flops_token: of the model, by arithmetic, for a prefill of all rows and for a token of one.
-        flops_method_prefill, flops_method_token: what the plan itself adds to them.
-        achieved_gflops_prefill, achieved_gflops_token: both together over the time they took.
-        largest_batch, longest_context: that fit the memory that was asked for.
-        largest_batch_verified, longest_context_verified: 1 where that size and the next were run, 0 where
-            it was reckoned.
-        bytes_per_token: what one more token takes.
-        acceptance, emitted: with a draft, share of judged tokens that were accepted, and tokens for each verification.
-        speed_up: with a draft, over the same plan without one.
-        metrics: numbers of tasks that have no fields here, by the heading that is made of what their files declare.
-        metric_tasks: the task of each of them.
+        numbers: by task and metric, such as "fidelity.kl"; what was not measured is not there. Those of "cache" are of
+            the perplexity windows, else of the longest needles, else of another task: `tokens_held` (a mean over rows,
+            layers and heads), `tokens_seen`, `bytes_held`, `bytes_full` and their `ratio`.
+            "perplexity.nll_over_full" and "needle.answer_nll_over_full" are mean paired differences to 'full',
+            "speed.ttft_over_full" and "speed.tpot_over_full" ratios of medians to that of 'full' in the same run.
         errors: why numbers are missing.
-        sources: keys of the records behind the numbers by task, of those behind the bytes by "bytes"; and of both
-            sides, the plan's and then those of 'full', by "loss", "answer_loss" and "time_ratio".
     """
 
     label: str
     plan: str
     plan_hash: str
-    tokens_held: float | None = None
-    tokens_seen: int | None = None
-    bytes_held: int | None = None
-    bytes_full: int | None = None
-    ratio: float | None = None
-    bytes_resident: int | None = None
-    bytes_peak: int | None = None
-    bytes_peak_decode: int | None = None
-    nll: float | None = None
-    perplexity: float | None = None
-    bits_per_byte: float | None = None
-    loss: Estimate | None = None
-    accuracy: Estimate | None = None
-    hits: int | None = None
-    answers: int | None = None
-    recall: Estimate | None = None
-    answer_loss: Estimate | None = None
-    kl: float | None = None
-    kl_p99: float | None = None
-    top1: float | None = None
-    ece: float | None = None
-    output_error: float | None = None
-    ttft_seconds: float | None = None
-    tpot_seconds: float | None = None
-    floor_seconds: float | None = None
-    ttft_ratio: float | None = None
-    tpot_ratio: float | None = None
-    tpot_spread: tuple[float, float] | None = None
-    floor_ratio: float | None = None
-    tokens_per_second: float | None = None
-    tokens_per_second_per_gib: float | None = None
-    flops_prefill: float | None = None
-    flops_token: float | None = None
-    flops_method_prefill: float | None = None
-    flops_method_token: float | None = None
-    achieved_gflops_prefill: float | None = None
-    achieved_gflops_token: float | None = None
-    largest_batch: float | None = None
-    largest_batch_verified: float | None = None
-    longest_context: float | None = None
-    longest_context_verified: float | None = None
-    bytes_per_token: float | None = None
-    acceptance: Estimate | None = None
-    emitted: Estimate | None = None
-    speed_up: Estimate | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    metric_tasks: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, Number] = field(default_factory=dict)
     errors: tuple[str, ...] = ()
-    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def value(self, name: str) -> float | None:
+        """Return a number by task and metric; None: not measured."""
+        return self.numbers[name].value if name in self.numbers else None
+
+    def estimate(self, name: str) -> Estimate | None:
+        """Return a number by task and metric with its 95 % interval; None: not measured."""
+        return self.numbers[name].estimate if name in self.numbers else None
+
+    def keys(self, name: str) -> tuple[str, ...]:
+        """Return the keys of the records that a number was computed from."""
+        return self.numbers[name].keys if name in self.numbers else ()
 
     @property
     def is_full(self) -> bool:
         """Whether it is of the null plan, which everything is compared with."""
         return self.plan == FULL
 
+    @property
+    def ratio(self) -> float | None:
+        """Bytes held over those of the uncompressed cache."""
+        return self.value("cache.ratio")
 
-def rate_per_gib(record: Record) -> float | None:
-    """Return the tokens per second of a record of `speed` over the GiB that its cache holds; None without either."""
-    rate = record.metrics.get("tokens_per_second")
-    return None if rate is None or not record.bytes_held else rate / (record.bytes_held / 2**30)
+    @property
+    def bytes_held(self) -> int | None:
+        """Bytes of the whole cache."""
+        held = self.value("cache.bytes_held")
+        return None if held is None else int(held)
+
+    @property
+    def loss(self) -> Estimate | None:
+        """Mean paired difference to 'full' in nats per token, over the windows of all texts."""
+        return self.estimate("perplexity.nll_over_full")
+
+    @property
+    def accuracy(self) -> Estimate | None:
+        """Share of right answers; its count is that of all answers."""
+        return self.estimate("needle.accuracy")
+
+    @property
+    def hits(self) -> int | None:
+        """Right answers."""
+        found = self.accuracy
+        return None if found is None else round(found.value * found.count)
+
+    @property
+    def recall(self) -> Estimate | None:
+        """Mean share of the parts that came, of the answers with several."""
+        return self.estimate("needle.recall")
+
+    @property
+    def kl(self) -> float | None:
+        """Mean KL(full || plan) in nats per token."""
+        return self.value("fidelity.kl")
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        found = {"label": self.label, "plan": self.plan, "plan_hash": self.plan_hash, "errors": self.errors}
+        names = ("unit", "value", "low", "high", "n", "keys")
+        return found | {
+            "numbers": {name: {each: getattr(number, each) for each in names} for name, number in self.numbers.items()}
+        }
 
 
-_ONE_POINT = tuple(task for task in HAND_MADE if task != "needle")
-_FIDELITY = ("kl", "kl_p99", "top1", "ece", "output_error")
-_COST = (
-    "tokens_per_second",
-    "flops_prefill",
-    "flops_token",
-    "flops_method_prefill",
-    "flops_method_token",
-    "achieved_gflops_prefill",
-    "achieved_gflops_token",
-)
-_CAPACITY = (
-    "largest_batch",
-    "largest_batch_verified",
-    "longest_context",
-    "longest_context_verified",
-    "bytes_per_token",
-)
+_OF_SEVERAL = ("needle", "longcontext", "harness")
+"""Tasks whose points are different questions, so that no single point stands for the plan."""
 
 
 def rows_of(records: Sequence[Record]) -> list[Row]:
-    """Rows in the order in which the plans appear, 'full' first and the model's own cache last.
+    """Return rows in the order in which the plans appear, 'full' first and the model's own cache last.
 
     A plan that this kvtailor does not have (`Record.missing`) has no row.
     """
@@ -171,143 +126,157 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
             order.setdefault(record.plan_hash, record)
     full = next((h for h, record in order.items() if record.is_full), None)
     ranked = sorted(order, key=lambda h: (h == OWN, h != full))
-    shown = {name: base(series_of(records, name)) for name in (*_ONE_POINT, *declared_tasks(records))}
+    shown = {task: base(series_of(records, task)) for task in dict.fromkeys(record.task for record in records)}
     texts = texts_together(records, "perplexity")
-    return [_row(order[h], [r for r in records if r.plan_hash == h], records, shown, texts, full) for h in ranked]
+    return [_row(order[h], records, shown, texts, full) for h in ranked]
 
 
 def _row(
     first: Record,
-    ours: Sequence[Record],
     records: Sequence[Record],
     shown: Mapping[str, Series | None],
     texts: Sequence[Series],
     full: str | None,
 ) -> Row:
-    def at(task: str, plan: str | None) -> Record | None:
-        series = shown[task]
-        return None if series is None or plan is None else series.records.get(plan)
-
     mine = first.plan_hash
-    scored, faithful, timed, fresh, capacity, drafted = (
-        at(task, mine) for task in ("perplexity", "fidelity", "speed", "memory", "capacity", "speculation")
-    )
-    sets = [at(task, mine) for task in ("longcontext", "harness")]
-    declared = {task: at(task, mine) for task in shown if task not in HAND_MADE}
+    ours = [record for record in records if record.plan_hash == mine]
+    at = {task: _at(series, mine) for task, series in shown.items()}
     needles = asked_of_both(records, mine, full)
-    longest = sorted(needles, key=lambda r: -(r.tokens_seen or 0))
-    weighed = next(
-        (
-            r
-            for r in [scored, *longest, faithful, *sets, timed, fresh, drafted, *declared.values()]
-            if r is not None and r.bytes_held is not None
-        ),
-        None,
-    )
-    found: dict[str, object] = {}
-    timed_full = at("speed", full)
-    ours_scored, full_scored = ([each.records[plan] for each in texts if plan in each.records] for plan in (mine, full))
-    answered = _pairs(needles, [r for r in records if r.plan_hash == full and r.task == "needle"])
-    behind: dict[str, Sequence[Record | None]] = {
-        "bytes": [weighed],
-        "perplexity": ours_scored,
-        "loss": [*ours_scored, *full_scored],
-        "needle": needles,
-        "answer_loss": [r for side in zip(*answered, strict=True) for r in side],
-        "fidelity": [faithful],
-        "speed": [timed],
-        "time_ratio": [timed, timed_full],
-        "memory": [fresh],
-        "capacity": [capacity],
-        "speculation": [drafted],
-        **{task: [record] for task, record in declared.items()},
-    }
-    if weighed is not None:
-        found |= {
-            "tokens_held": weighed.tokens_held,
-            "tokens_seen": weighed.tokens_seen,
-            "bytes_held": weighed.bytes_held,
-            "bytes_full": weighed.bytes_full,
-            "ratio": weighed.bytes_held / weighed.bytes_full if weighed.bytes_held and weighed.bytes_full else None,
-        }
-    if ours_scored:
-        found |= _over_texts(ours_scored)
-        pairs = _pairs(ours_scored, full_scored)
-        found["loss"] = _paired(pairs, "nll", documents_over([record for record, _ in pairs]))
-    if needles:
-        hits = sum(int(sum(r.values["hit"])) for r in needles)
-        answers = sum(len(r.values["hit"]) for r in needles)
-        found |= {
-            "hits": hits,
-            "answers": answers,
-            "accuracy": wilson(hits, answers),
-            "recall": _recall(needles),
-            "answer_loss": _paired(answered, "nll", documents_of(answered[0][0]) if len(answered) == 1 else ()),
-        }
-    for record, names in ((faithful, _FIDELITY), (timed, _COST), (capacity, _CAPACITY)):
-        found |= {} if record is None else {name: record.metrics.get(name) for name in names}
-    if timed is not None:
-        found["tokens_per_second_per_gib"] = rate_per_gib(timed)
-    if timed is not None and timed.timings:
-        found |= _times(timed, timed_full)
-    if fresh is not None:
-        found |= {name: getattr(fresh, name) for name in ("bytes_resident", "bytes_peak", "bytes_peak_decode")}
-    if drafted is not None:
-        found |= _of_draft(drafted)
-    found["metrics"] = {
-        heading(metric, task): value
-        for task, record in declared.items()
-        if record is not None
-        for metric, value in metrics_of(record).items()
-    }
-    found["metric_tasks"] = {
-        heading(metric, task): task
-        for task, record in declared.items()
-        if record is not None
-        for metric in metrics_of(record)
-    }
+    numbers: dict[str, Number] = {}
+    for task, record in at.items():
+        if record is not None and task not in _OF_SEVERAL:
+            numbers |= {each.name: each._replace(over=PLAN) for each in numbers_of(record)}
+    more = [
+        *_of_cache(_weighed(at, needles)),
+        *_of_texts(texts, mine, full),
+        *_of_needles(needles, [r for r in records if r.plan_hash == full and r.task == "needle"]),
+        *_of_times(at.get("speed"), _at(shown.get("speed"), full)),
+    ]
+    if len(texts) > 1:
+        for name in ("perplexity.nll", "perplexity.perplexity", "perplexity.bits_per_byte"):
+            numbers.pop(name, None)
     return Row(
         label=first.label,
         plan=first.plan,
         plan_hash=first.plan_hash,
+        numbers=numbers | {each.name: each for each in more},
         errors=tuple(dict.fromkeys(f"{r.task}: {r.error}" for r in ours if r.error is not None)),
-        sources={
-            name: tuple(dict.fromkeys(r.key for r in some if r is not None))
-            for name, some in behind.items()
-            if any(some)
-        },
-        **found,  # type: ignore[arg-type]
     )
 
 
+def _at(series: Series | None, plan: str | None) -> Record | None:
+    return None if series is None or plan is None else series.records.get(plan)
+
+
 def asked_of_both(records: Sequence[Record], plan: str, full: str | None) -> list[Record]:
-    """The needle records of a plan at the points that 'full' has too; all of them where 'full' was not asked."""
+    """Return the needle records of a plan at the points that 'full' has too; all where 'full' was not asked."""
     series = [each for each in series_of(records, "needle") if plan in each.records]
     shared = [each for each in series if full in each.records]
     return [each.records[plan] for each in shared or series]
 
 
-def _of_draft(drafted: Record) -> dict[str, object]:
-    taken: dict[str, tuple[str, Callable[[Sequence[float]], Estimate]]] = {
-        "acceptance": ("acceptance", mean),
-        "emitted": ("emitted_per_verification", mean),
-        "speed_up": ("speed_up", geometric_mean),
-    }
-    return {name: of(drafted.values[value]) for name, (value, of) in taken.items() if drafted.values.get(value)}
+def _number(metric: str, unit: str, found: float | Estimate, records: Sequence[Record], task: str = "") -> Number:
+    """A number of a plan.
+
+    Args:
+        metric, unit: see `Number`.
+        found: the value, with its interval where it has one.
+        records: behind it, one of the plan first.
+        task: its name; empty: that of the first record.
+    """
+    first = records[0]
+    whole = found if isinstance(found, Estimate) else None
+    return Number(
+        plan=first.label,
+        model=first.model,
+        text=", ".join(dict.fromkeys(r.text for r in records if r.text is not None)) or None,
+        task=task or first.task,
+        point=json.dumps(dict(first.point) if len({str(r.point) for r in records}) == 1 else {}, sort_keys=True),
+        metric=metric,
+        unit=unit,
+        value=found.value if isinstance(found, Estimate) else found,
+        low=None if whole is None else whole.low,
+        high=None if whole is None else whole.high,
+        n=None if whole is None else whole.count,
+        over=PLAN,
+        plan_hash=first.plan_hash,
+        keys=tuple(dict.fromkeys(record.key for record in records)),
+    )
 
 
-def _times(timed: Record, full: Record | None) -> dict[str, object]:
-    found: dict[str, object] = {f"{name}_seconds": timed.timings[name]["median"] for name in ("ttft", "tpot")}
-    found["floor_seconds"] = timed.floor_seconds
+def _weighed(at: Mapping[str, Record | None], needles: Sequence[Record]) -> Record | None:
+    """The record whose cache stands for the plan's."""
+    first = ("perplexity", "fidelity", "longcontext", "harness", "speed", "memory", "speculation")
+    others = [task for task in at if task not in (*first, "needle", "capacity")]
+    longest = sorted(needles, key=lambda r: -(r.tokens_seen or 0))
+    ranked = [at.get("perplexity"), *longest, *(at.get(task) for task in (*first[1:], *others))]
+    return next((r for r in ranked if r is not None and r.bytes_held is not None), None)
+
+
+def _of_cache(weighed: Record | None) -> Iterator[Number]:
+    if weighed is None:
+        return
+    for name in ("tokens_held", "tokens_seen", "bytes_held", "bytes_full"):
+        value = getattr(weighed, name)
+        if value is not None:
+            yield _number(name, name.partition("_")[0], value, [weighed], "cache")
+    if weighed.bytes_held and weighed.bytes_full:
+        yield _number("ratio", "share", weighed.bytes_held / weighed.bytes_full, [weighed], "cache")
+
+
+def _of_texts(texts: Sequence[Series], mine: str, full: str | None) -> Iterator[Number]:
+    """The loss over the windows of all texts; of several texts means over their windows and tokens too."""
+    ours, theirs = ([each.records[plan] for each in texts if plan in each.records] for plan in (mine, full))
+    if not ours:
+        return
+    pairs = _pairs(ours, theirs)
+    loss = _paired(pairs, "nll", documents_over([record for record, _ in pairs]))
+    if loss is not None:
+        yield _number("nll_over_full", NATS, loss, [*ours, *theirs])
+    if len(texts) > 1:
+        yield from _over_texts(ours)
+
+
+def _over_texts(scored: Sequence[Record]) -> Iterator[Number]:
+    windows = [x for record in scored for x in record.values.get("nll", ())]
+    if windows and all(record.values.get("nll") for record in scored):
+        yield _number("nll", NATS, fmean(windows), scored)
+        yield _number("perplexity", "perplexity", math.exp(fmean(windows)), scored)
+    bits = [(record.metrics.get("bits_per_byte"), record.metrics.get("nll"), record.tokens_scored) for record in scored]
+    # Bytes of a text are its nats over those of a byte.
+    nats = [each * tokens for _, each, tokens in bits if each is not None and tokens]
+    sizes = [each * tokens / (rate * math.log(2)) for rate, each, tokens in bits if rate and each and tokens]
+    if len(nats) == len(sizes) == len(scored):
+        yield _number("bits_per_byte", "bits per byte", sum(nats) / math.log(2) / sum(sizes), scored)
+
+
+def _of_needles(needles: Sequence[Record], full: Sequence[Record]) -> Iterator[Number]:
+    if not needles:
+        return
+    hits, answers = sum(int(sum(r.values["hit"])) for r in needles), sum(len(r.values["hit"]) for r in needles)
+    yield _number("accuracy", "share", wilson(hits, answers), needles)
+    parts = [part for record in needles for part in record.values.get("recall", ())]
+    if parts:
+        yield _number("recall", "share", share(parts), needles)
+    pairs = _pairs(needles, full)
+    loss = _paired(pairs, "nll", documents_of(pairs[0][0]) if len(pairs) == 1 else ())
+    if loss is not None:
+        yield _number("answer_nll_over_full", NATS, loss, [r for side in zip(*pairs, strict=True) for r in side])
+
+
+def _of_times(timed: Record | None, full: Record | None) -> Iterator[Number]:
+    """Times over those of 'full', and how near a token comes to its floor."""
+    if timed is None or not timed.timings:
+        return
     # Times of two runs may have been taken on a machine in two states.
     if full is not None and full.timings and full.run == timed.run:
-        found |= {f"{name}_ratio": _over(timed, full, name, "median") for name in ("ttft", "tpot")}
-        quartiles = _over(timed, full, "tpot", "q1"), _over(timed, full, "tpot", "q3")
-        found["tpot_spread"] = quartiles if None not in quartiles else None
+        for name in ("ttft", "tpot"):
+            top, bottom = timed.timings[name]["median"], full.timings[name]["median"]
+            if top is not None and bottom:
+                yield _number(f"{name}_over_full", "ratio", top / bottom, [timed, full])
     median = timed.timings["tpot"]["median"]
     if timed.floor_seconds is not None and median:
-        found["floor_ratio"] = timed.floor_seconds / median
-    return found
+        yield _number("floor_over_tpot", "ratio", timed.floor_seconds / median, [timed])
 
 
 def _pairs(ours: Sequence[Record], full: Sequence[Record]) -> list[tuple[Record, Record]]:
@@ -330,28 +299,3 @@ def _paired(pairs: Sequence[tuple[Record, Record]], name: str, documents: tuple[
     if not a or len(a) != len(b) or not all(map(math.isfinite, a + b)):
         return None
     return difference(a, b, documents=documents)
-
-
-def _over_texts(scored: Sequence[Record]) -> dict[str, float | None]:
-    """Perplexity of one plan over some texts: what one record has, or means over their windows and tokens."""
-    if len(scored) == 1:
-        return {name: scored[0].metrics.get(name) for name in ("nll", "perplexity", "bits_per_byte")}
-    windows = [x for record in scored for x in record.values.get("nll", ())]
-    nll = fmean(windows) if windows and all(record.values.get("nll") for record in scored) else None
-    bits = [(record.metrics.get("bits_per_byte"), record.metrics.get("nll"), record.tokens_scored) for record in scored]
-    found: dict[str, float | None] = {"nll": nll, "perplexity": None if nll is None else math.exp(nll)}
-    # Bytes of a text are its nats over those of a byte.
-    nats = [each * tokens for _, each, tokens in bits if each is not None and tokens]
-    sizes = [each * tokens / (rate * math.log(2)) for rate, each, tokens in bits if rate and each and tokens]
-    whole = len(nats) == len(sizes) == len(scored)
-    return found | {"bits_per_byte": sum(nats) / math.log(2) / sum(sizes) if whole else None}
-
-
-def _recall(needles: Sequence[Record]) -> Estimate | None:
-    shares = [part for record in needles for part in record.values.get("recall", ())]
-    return share(shares) if shares else None
-
-
-def _over(ours: Record, base: Record, name: str, which: str) -> float | None:
-    top, bottom = ours.timings[name][which], base.timings[name]["median"]
-    return top / bottom if top is not None and bottom else None

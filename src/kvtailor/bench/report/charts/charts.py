@@ -106,9 +106,16 @@ def against_memory(drawn: Drawn, measures: Sequence[Measure]) -> Iterator[str]:
         ]
         yield from _scatter(drawn, marks, "Perplexity against memory", "perplexity", zero=False, note=measure.name)
     asked: tuple[tuple[str, str, Callable[[Row], Estimate | float | None], float, str, bool], ...] = (
-        ("Accuracy against memory", "answers right, %", lambda r: r.accuracy, 100, "needle", False),
-        ("Recall of answers with several parts against memory", "recall, %", lambda r: r.recall, 100, "needle", False),
-        ("KL(full || plan) against memory", "nats per token", lambda r: r.kl, 1, "fidelity", True),
+        ("Accuracy against memory", "answers right, %", lambda r: r.accuracy, 100, "needle.accuracy", False),
+        (
+            "Recall of answers with several parts against memory",
+            "recall, %",
+            lambda r: r.recall,
+            100,
+            "needle.recall",
+            False,
+        ),
+        ("KL(full || plan) against memory", "nats per token", lambda r: r.kl, 1, "fidelity.kl", True),
     )
     for title, axis, of, scale, source, lower in asked:
         marks = []
@@ -122,7 +129,7 @@ def against_memory(drawn: Drawn, measures: Sequence[Measure]) -> Iterator[str]:
                 high = None if value.high is None else scale * value.high
                 value = value.value
             words = significant(scale * value, 4) + ("" if low is None else f" ({low:.4g} to {high:.4g})")
-            keys = tuple(dict.fromkeys([*row.sources.get(source, ()), *row.sources.get("bytes", ())]))
+            keys = tuple(dict.fromkeys([*row.keys(source), *row.keys("cache.bytes_held")]))
             marks.append((row.bytes_held, scale * value, low, high, row, words, keys))
         yield from _scatter(drawn, marks, title, axis, lower=lower)
 

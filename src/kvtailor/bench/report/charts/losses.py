@@ -100,7 +100,7 @@ def _of_measure(drawn: Drawn, measure: Measure, full: Row) -> Losses | None:
 def _of_kl(drawn: Drawn) -> Losses | None:
     found = []
     for row in drawn.plans:
-        record = next((drawn.by_key[key] for key in row.sources.get("fidelity", ()) if key in drawn.by_key), None)
+        record = next((drawn.by_key[key] for key in row.keys("fidelity.kl") if key in drawn.by_key), None)
         if row.is_full or row.kl is None or record is None or not record.bytes_held or not record.bytes_full:
             continue
         share = record.bytes_held / record.bytes_full

@@ -47,7 +47,7 @@ def budgets(drawn: Drawn) -> Iterator[str]:
     shown: list[tuple[Row, Record, tuple[tuple[float, ...], ...]]] = []
     flat = []
     for row in drawn.few:
-        record = drawn.by_key[row.sources["bytes"][0]] if row.sources.get("bytes") else None
+        record = next((drawn.by_key[key] for key in row.keys("cache.bytes_held")), None)
         if record is None or not record.tokens_by_head or not record.tokens_seen:
             continue
         held = [tokens for heads in record.tokens_by_head for tokens in heads]

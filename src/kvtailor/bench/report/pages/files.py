@@ -7,15 +7,14 @@ from collections.abc import Iterator, Sequence
 from kvtailor.bench.measure.equivalence import Margins
 from kvtailor.bench.report import Summary, summarise
 from kvtailor.bench.report.pages.leaderboard import board_grid, leaderboard_page
-from kvtailor.bench.report.pages.long_table import long_table
 from kvtailor.bench.report.pages.page import page
 from kvtailor.bench.report.points import of_one_model
 from kvtailor.bench.report.suite.pages import SuitePages, suite_pages
 from kvtailor.bench.report.suite.ranking import rank
 from kvtailor.bench.report.suite.tables import provenance
-from kvtailor.bench.report.tables.costs import grids
+from kvtailor.bench.report.table import as_long_csv
 from kvtailor.bench.report.tables.grid import Grid, as_csv, as_latex, as_markdown, safe_markdown, visible
-from kvtailor.bench.report.tables.tables import latex, main_grid, quality_grid
+from kvtailor.bench.report.tables.tables import main_grid, quality_grid, task_grids
 from kvtailor.bench.schema import Record
 from kvtailor.bench.suite.suite import Suite
 
@@ -49,8 +48,8 @@ def texts(
     found = {
         "report.html": page(records, filled, margins=margins, left_out=left_out),
         "report.md": markdown_page(records, summary, filled),
-        "results.csv": long_table(of_one_model(records)[0], summary.measures),
-        "table.tex": latex(summary.rows) + "\n",
+        "results.csv": as_long_csv(summary.table()),
+        "table.tex": as_latex(main_grid(summary.rows)) + "\n",
     }
     for grid in _further(records, summary):
         found[f"{grid.name}.tex"] = as_latex(grid) + "\n"
@@ -89,4 +88,4 @@ def _further(records: Sequence[Record], summary: Summary) -> Iterator[Grid]:
     ours, _ = of_one_model(records)
     if summary.measures:
         yield quality_grid(summary.measures, summary.rows)
-    yield from grids([record for record in ours if record.error is None], summary.rows)
+    yield from task_grids([record for record in ours if record.error is None], summary.rows)

@@ -21,9 +21,8 @@ from kvtailor.bench.report.pages.style import browser_text, style
 from kvtailor.bench.report.points import of_one_model
 from kvtailor.bench.report.rows import OWN, Row
 from kvtailor.bench.report.suite.pages import SuitePages
-from kvtailor.bench.report.tables.costs import grids
 from kvtailor.bench.report.tables.grid import Grid
-from kvtailor.bench.report.tables.tables import main_grid, quality_grid
+from kvtailor.bench.report.tables.tables import main_grid, quality_grid, task_grids
 from kvtailor.bench.schema import Record
 
 __all__ = ["page", "pareto"]
@@ -171,7 +170,7 @@ def _missing(summary: Summary) -> Iterator[str]:
 
 def _sections(summary: Summary, drawn: Drawn, asked: Sequence[Losses]) -> Iterator[Section]:
     """Everything that was measured, each part where there is something in it."""
-    further = list(grids(drawn.records, summary.rows))
+    further = list(task_grids(drawn.records, summary.rows))
     main = main_grid(summary.rows)
     best = {row.plan_hash: "on the front" for row in pareto(drawn.plans)}
     full = {row.plan_hash: "full" for row in drawn.plans if row.is_full}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvtailor.bench.report.declared import compared_tasks
-from kvtailor.bench.report.points import series_of
+from kvtailor.bench.report.points import compared_tasks, series_of
 from kvtailor.bench.report.rows import OWN
 from kvtailor.bench.schema import Record
 from kvtailor.presets import FULL

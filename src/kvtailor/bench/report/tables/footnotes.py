@@ -64,7 +64,7 @@ def footnotes(
         )
         if full is not None and full.accuracy is not None and full.accuracy.value < 0.5:
             yield (
-                f"'full' itself answers {full.hits} of {full.answers}: in that column the model is the limit "
+                f"'full' itself answers {full.hits} of {full.accuracy.count}: in that column the model is the limit "
                 "before any "
                 "cache is."
             )

@@ -12,8 +12,7 @@ from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.measure.equivalence import Losses, losses_of
 from kvtailor.bench.measure.paired_hits import share_difference
 from kvtailor.bench.measure.statistics import Estimate, mean_difference
-from kvtailor.bench.report.declared import declared_tasks
-from kvtailor.bench.report.points import Series, base, named, series_of
+from kvtailor.bench.report.points import Series, base, declared_tasks, named, series_of
 from kvtailor.bench.schema import Record
 
 __all__ = [

@@ -1,126 +1,55 @@
-"""The tables of a run: the plans, every text and task, cost, memory, what fits, fidelity; and the first one as text."""
+"""The tables of a run: the plans, every text and task, and of each task all points that were measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from kvtailor.bench.measure.statistics import Estimate
+from kvtailor.bench.report.points import series_of
 from kvtailor.bench.report.rows import OWN, Row
-from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid, as_latex, as_markdown, interval
-from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
-from kvtailor.bench.report.words import byte_text, significant
-
-__all__ = ["COLUMNS", "Column", "declared_columns", "latex", "main_grid", "markdown", "measured", "quality_grid"]
-
-
-class Column(NamedTuple):
-    """A column of the main table: its heading, how a row's cell is made, and which of `Row.sources` it rests on."""
-
-    name: str
-    cell: Callable[[Row], Cell]
-    source: str
-
-
-def _number(of: Callable[[Row], float | None], digits: int, scale: float = 1.0) -> Callable[[Row], Cell]:
-    def cell(row: Row) -> Cell:
-        value = of(row)
-        return EMPTY if value is None else Cell(text=f"{scale * value:.{digits}f}", value=scale * value)
-
-    return cell
-
-
-def _signed(of: Callable[[Row], Estimate | None], digits: int) -> Callable[[Row], Cell]:
-    def cell(row: Row) -> Cell:
-        found = of(row)
-        if found is None:
-            return EMPTY
-        if row.is_full:
-            return Cell(text="0", value=0.0)
-        ends = interval((found.low, found.high), digits, signed=True)
-        return Cell(text=f"{found.value:+.{digits}f}", value=found.value, interval=ends)
-
-    return cell
-
-
-def _share(of: Callable[[Row], Estimate | None]) -> Callable[[Row], Cell]:
-    def cell(row: Row) -> Cell:
-        found = of(row)
-        if found is None:
-            return EMPTY
-        ends = None if found.low is None or found.high is None else (100 * found.low, 100 * found.high)
-        return Cell(
-            text=f"{100 * found.value:.0f}",
-            value=100 * found.value,
-            interval=None if ends is None else interval(ends, 0),
-        )
-
-    return cell
-
-
-def _bytes(row: Row) -> Cell:
-    return EMPTY if row.bytes_held is None else Cell(text=byte_text(row.bytes_held), value=row.bytes_held)
-
-
-COLUMNS: tuple[Column, ...] = (
-    Column("tokens held", _number(lambda row: row.tokens_held, 0), "bytes"),
-    Column("bytes held", _bytes, "bytes"),
-    Column("bytes, %", _number(lambda row: row.ratio, 1, 100), "bytes"),
-    Column("nats over full", _signed(lambda row: row.loss, 4), "loss"),
-    Column("perplexity", _number(lambda row: row.perplexity, 3), "perplexity"),
-    Column("bits per byte", _number(lambda row: row.bits_per_byte, 4), "perplexity"),
-    Column("answers right, %", _share(lambda row: row.accuracy), "needle"),
-    Column("recall, %", _share(lambda row: row.recall), "needle"),
-    Column("nats over full per answer token", _signed(lambda row: row.answer_loss, 3), "answer_loss"),
-    Column("KL", _number(lambda row: row.kl, 4), "fidelity"),
-    Column("top-1, %", _number(lambda row: row.top1, 1, 100), "fidelity"),
-    Column("TTFT over full", _number(lambda row: row.ttft_ratio, 3), "time_ratio"),
-    Column("TPOT over full", _number(lambda row: row.tpot_ratio, 3), "time_ratio"),
-    Column("tokens/s", _number(lambda row: row.tokens_per_second, 1), "speed"),
-    Column("tokens/s per GiB", _number(lambda row: row.tokens_per_second_per_gib, 0), "speed"),
+from kvtailor.bench.report.table import numbers_of
+from kvtailor.bench.report.tables.columns import (
+    BRIEF,
+    MAIN,
+    OF_TASKS,
+    Column,
+    TaskColumns,
+    columns_of_task,
+    declared_columns,
 )
-"""What the main table shows of a row. Times in seconds, with their floors, are in the table of cost."""
+from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid, interval
+from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
+from kvtailor.bench.report.words import byte_text
+from kvtailor.bench.schema import Record
 
-
-def measured(rows: Sequence[Row]) -> tuple[list[Row], list[Column]]:
-    """The plans, and the columns in which at least one of them has a number."""
-    plans = [row for row in rows if row.plan_hash != OWN]
-    columns = (*COLUMNS, *declared_columns(plans))
-    return plans, [column for column in columns if any(column.cell(row).text is not None for row in plans)]
-
-
-def declared_columns(rows: Sequence[Row]) -> list[Column]:
-    """Return the columns of `Row.metrics`, in the order in which they come."""
-
-    def column(head: str, task: str) -> Column:
-        def cell(row: Row) -> Cell:
-            value = row.metrics.get(head)
-            return EMPTY if value is None else Cell(text=significant(value, 4), value=value)
-
-        return Column(head, cell, task)
-
-    tasks = {head: task for row in rows for head, task in row.metric_tasks.items()}
-    return [column(head, task) for head, task in tasks.items()]
+__all__ = ["brief_grid", "main_grid", "quality_grid", "task_grids"]
 
 
 def main_grid(rows: Sequence[Row]) -> Grid:
-    """One row for each plan, with what was measured."""
-    plans, columns = measured(rows)
-    body = []
-    for row in plans:
-        cells = [Cell(text=row.label, value=row.label)]
-        for column in columns:
-            cell = column.cell(row)
-            keys = row.sources.get(column.source, ()) if cell.text is not None else ()
-            cells.append(Cell(text=cell.text, value=cell.value, interval=cell.interval, keys=keys))
-        body.append(tuple(cells))
+    """Return one row for each plan, with what was measured."""
+    return _of_plans(rows, MAIN)
+
+
+def brief_grid(rows: Sequence[Row]) -> Grid:
+    """Return the same for a terminal."""
+    return _of_plans(rows, BRIEF)
+
+
+def _of_plans(rows: Sequence[Row], columns: Sequence[Column]) -> Grid:
+    plans = [row for row in rows if row.plan_hash != OWN]
+    columns = [*columns, *declared_columns(plans)]
     return Grid(
         name="plans",
         title="Plans",
-        heads=("plan", *(column.name for column in columns)),
-        rows=tuple(body),
+        heads=("plan", *(column.head for column in columns)),
+        rows=tuple((_word(row.label), *(_of_plan(column, row) for column in columns)) for row in plans),
         plans=tuple(row.plan_hash for row in plans),
-    )
+    ).without_empty_columns()
+
+
+def _of_plan(column: Column, row: Row) -> Cell:
+    cell = column.cell(row.numbers)
+    return replace(cell, text="0", value=0.0) if column.is_difference and row.is_full and cell.text else cell
 
 
 def quality_grid(measures: Sequence[Measure], rows: Sequence[Row]) -> Grid:
@@ -176,11 +105,59 @@ def _score(measure: Measure, score: Score | None, *, is_full: bool) -> Cell:
     return Cell(text=shown, value=score.value, interval=ends, ends=(found.low, found.high), keys=score.keys)
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """The main table; what was not measured is a dash."""
-    return as_markdown(main_grid(rows))
+def task_grids(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[Grid]:
+    """Return the tables of tasks in which anything was measured: a row for each plan at each point.
+
+    Args:
+        records: of one model, those without an error.
+        rows: from `rows_of`, for the order of the plans.
+    """
+    order = [row.plan_hash for row in rows]
+    for task in dict.fromkeys([*OF_TASKS, *(record.task for record in records)]):
+        found = columns_of_task(task)
+        grid = None if found is None else _of_task(records, order, task, found)
+        if grid is not None:
+            yield grid
 
 
-def latex(rows: Sequence[Row]) -> str:
-    """The main table as a ``tabular`` with booktabs rules."""
-    return as_latex(main_grid(rows))
+def _of_task(records: Sequence[Record], order: Sequence[str], task: str, shown: TaskColumns) -> Grid | None:
+    series = series_of(records, task)
+    if not series:
+        return None
+    points = list(dict.fromkeys(name for each in series for name in each.point))
+    fixed = [name for name in points if len({str(each.point.get(name)) for each in series}) == 1]
+    points = [name for name in points if name not in fixed]
+    same = tuple((name.replace("_", " "), _point(name, series[0].point.get(name))) for name in fixed)
+    throughout = ", ".join(f"{name} {cell.text}" for name, cell in same if cell.text is not None)
+    texts = ["text"] if len({each.text for each in series}) > 1 else []
+    body, plans = [], []
+    for each in series:
+        place = [_word(each.text) for _ in texts] + [_point(name, each.point.get(name)) for name in points]
+        for plan in (plan for plan in order if plan in each.records):
+            numbers = {number.name: number for number in numbers_of(each.records[plan])}
+            cells = (column.cell(numbers) for column in shown.columns)
+            body.append((_word(each.records[plan].label), *place, *cells))
+            plans.append(plan)
+    return Grid(
+        name=task,
+        title=shown.title,
+        note=f"{shown.note} All at {throughout}.".lstrip() if throughout else shown.note,
+        heads=("plan", *texts, *(name.replace("_", " ") for name in points), *(each.head for each in shown.columns)),
+        rows=tuple(body),
+        plans=tuple(plans),
+        same=same,
+    ).without_empty_columns()
+
+
+def _word(text: str | None) -> Cell:
+    return Cell(text=text, value=text)
+
+
+def _point(name: str, value: object) -> Cell:
+    if value is None:
+        return EMPTY
+    if name.endswith("_bytes") and isinstance(value, int):
+        return Cell(text=byte_text(value), value=value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return Cell(text=str(value), value=str(value))
+    return Cell(text=f"{value:,}" if isinstance(value, int) else f"{value:g}", value=value)
