@@ -1,7 +1,7 @@
 """What each method serves, in one table: a method that is not in it serves every model that is known.
 
 That the table is right is shown elsewhere, method by method: `test_head_shares.py` (heads on several processes),
-`test_softmax.py` and `test_softmax_attention.py` (caps and sinks), `tests/engine/test_latent_reading.py` (latents).
+`test_softmax.py` and `test_softmax_attention.py` (caps and sinks), `tests/engine/test_reading.py` (latents).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from tests.support.segments_of import group_of, states
 
 import kvtailor.encode
 from kvtailor.encode.contract import Codec
-from kvtailor.engine.encode_tail import encode_tail
-from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.apply import encode_tail
+from kvtailor.engine.state import LayerState
 from kvtailor.ops.segments.aged import AgedSegment
 from kvtailor.plan import Plan
 from kvtailor.types import Rotation, Segment

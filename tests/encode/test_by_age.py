@@ -11,8 +11,8 @@ from kvtailor.encode.by_age import ByAge
 from kvtailor.encode.contract import Codec
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.vector import Vector
-from kvtailor.engine.encode_tail import encode_tail
-from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.apply import encode_tail
+from kvtailor.engine.state import LayerState
 from kvtailor.errors import PlanError
 from kvtailor.ops.segments.aged import AgedSegment
 from kvtailor.plan import Plan, parse

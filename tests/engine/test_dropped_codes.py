@@ -9,10 +9,9 @@ from tests.support import decoded_by_age as by_age
 from tests.support.seam.zoo import VOCABULARY, build, prompts
 
 import kvtailor
-from kvtailor.engine.ends.drop_middle import first_tokens, waits_in_tail
-from kvtailor.engine.ends.steady_codes import SteadyCodes
+from kvtailor.engine.apply import first_tokens, waits_in_tail
 from kvtailor.engine.evict import score_layer
-from kvtailor.engine.steady import general_way
+from kvtailor.engine.steady import SteadyCodes, general_way
 from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.cpu.library import library
 from kvtailor.plan import Plan

@@ -10,9 +10,8 @@ import torch
 from tests.support import decoded_by_age as by_age
 from tests.support.seam.zoo import VOCABULARY, build
 
-from kvtailor.engine.ends.drop_middle import first_tokens
-from kvtailor.engine.ends.steady_ends import SteadyEnds
-from kvtailor.engine.steady import general_way
+from kvtailor.engine.apply import first_tokens
+from kvtailor.engine.steady import SteadyEnds, general_way
 from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.cpu.library import library
 from kvtailor.plan import Plan

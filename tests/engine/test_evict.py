@@ -10,8 +10,8 @@ from tests.support.segments_of import Padded, states
 
 from kvtailor.engine.budget import Budget
 from kvtailor.engine.evict import Candidate, decide, score_layer
-from kvtailor.engine.layer_state import LayerState
-from kvtailor.engine.saving.layer_saving import state_of
+from kvtailor.engine.saving import state_of
+from kvtailor.engine.state import LayerState
 from kvtailor.plan import Plan
 
 

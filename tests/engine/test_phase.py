@@ -20,7 +20,7 @@ from kvtailor.engine.phase import (
     Replaying,
     Speculating,
 )
-from kvtailor.engine.reading.reconstruct import ReconstructionPass
+from kvtailor.engine.reading import ReconstructionPass
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.versions import hand_cache
 

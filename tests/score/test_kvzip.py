@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.support.held_rows import held_of, make_row
 
-from kvtailor.engine.layer_state import LayerState
-from kvtailor.engine.reading.reconstruct import ReconstructionPass
+from kvtailor.engine.reading import ReconstructionPass
+from kvtailor.engine.state import LayerState
 from kvtailor.plan import Plan
 from kvtailor.score.kvzip import KVzip
 from kvtailor.types import Layout, PlainSegment
@@ -72,7 +72,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     )
     found = []
     for scratch in (1 << 22, 1):
-        monkeypatch.setattr("kvtailor.engine.reading.reconstruct._SCRATCH", scratch)
+        monkeypatch.setattr("kvtailor.engine.reading._SCRATCH", scratch)
         state.observed.reconstruction = None
         piece.attend(state, passing, queries, Causal(), 0.3)
         found.append(state.observed.reconstruction)

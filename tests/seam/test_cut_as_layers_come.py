@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kvtailor
 from kvtailor.allocate.contract import Allocator, BudgetRequest
-from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.state import LayerState
 from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from tests.allocate.test_dynamickv import rounds

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvtailor
-from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.state import LayerState
 from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from tests.support.crossed import crossed

@@ -7,7 +7,7 @@ from tests.support.seam.zoo import VOCABULARY, build
 from torch import Tensor
 
 import kvtailor
-from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.state import LayerState
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.versions import hand_cache
 

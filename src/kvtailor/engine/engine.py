@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from kvtailor.attend.contract import Attended, AttentionContext, AttentionRequest, IndexRequest
+from kvtailor.engine.apply import encode_tail
 from kvtailor.engine.budget import no_bytes
-from kvtailor.engine.encode_tail import encode_tail
 from kvtailor.engine.evict import Eviction
-from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.observe import observe, real_queries
-from kvtailor.engine.pending import Pending, Reading
 from kvtailor.engine.phase import Deferred, Phase, PhaseSwitch, Reconstructing
-from kvtailor.engine.reading.latent_reading import read_latents
+from kvtailor.engine.reading import read_latents
+from kvtailor.engine.state import LayerState, Pending, Reading
 from kvtailor.errors import TierError
 from kvtailor.plan import Plan
 from kvtailor.types import Layout, Needs, PlainSegment, Visibility

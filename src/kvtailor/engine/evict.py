@@ -14,10 +14,17 @@ import torch
 from torch import Tensor
 
 from kvtailor.allocate.contract import BudgetRequest
-from kvtailor.engine.apply_kept import HeadCounts, apply_kept, has_unencoded, what_stays
+from kvtailor.engine.apply import (
+    HeadCounts,
+    apply_kept,
+    drop_middle,
+    first_tokens,
+    has_unencoded,
+    split_oldest,
+    what_stays,
+)
 from kvtailor.engine.budget import Budget, CacheShape, budget_of, no_bytes, recent_tokens, warned_of_recent
-from kvtailor.engine.ends.drop_middle import drop_middle, first_tokens, split_oldest
-from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.state import LayerState
 from kvtailor.engine.view import by_column, forget_evicted, known_counts, view_held
 from kvtailor.plan import Plan
 from kvtailor.types import ALL_HEADS, HeadShare, Held, Needs, Visibility

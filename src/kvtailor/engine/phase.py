@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtailor.engine.reading.reconstruct import ReconstructionPass
+from kvtailor.engine.reading import ReconstructionPass
 from kvtailor.errors import CacheMisuse
 
 __all__ = [

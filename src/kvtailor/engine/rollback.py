@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from kvtailor.engine.engine import Engine
-from kvtailor.engine.layer_state import LayerState
-from kvtailor.engine.pending import Draft, Pending
 from kvtailor.engine.phase import Recording, Speculating
+from kvtailor.engine.state import Draft, LayerState, Pending
 from kvtailor.errors import CacheMisuse
 from kvtailor.types import Visibility
 

@@ -6,10 +6,19 @@ a layer is in such a state, and for how many tokens. Until then `take` does what
 which stay the reference; `holds` is the one guard. It compares what the layer holds with what it held, object by
 object, so that whatever else changes a layer ends it.
 See docs/decisions/0024-the-short-way.md.
+
+That ends where the plan acts. A plan that drops the token behind its first ones at each token (`drop_middle`) always
+acts the same, though, and has two forms of its own. In `SteadyEnds` the token joins, all is read, and the oldest behind
+the first ones goes, so that all that is read lies one slot further on. Under `rolling` the first ones are turned by
+what is missing behind them, as `attend.rolling` does, which stays the reference. All of it is the token's one call of
+C++ (`ops/cpu/step.h`). `SteadyCodes` is the same beside a codec: the first tokens and all behind them are segments of
+codes, and the newest tokens wait in the tail until they are a block. The oldest code behind the first tokens goes, so
+that one part is another one for the next token.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,22 +29,37 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from kvtailor.attend.rolling import Rolling
+from kvtailor.attend.segments import Segments
+from kvtailor.engine.apply import waits_in_tail, without_first
+from kvtailor.engine.engine import Engine
 from kvtailor.engine.observe import windowed
 from kvtailor.engine.phase import Compressing
+from kvtailor.engine.state import LayerState
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention.parts import rule_sees
-from kvtailor.ops.cpu.library import library
+from kvtailor.ops.cpu.library import Ends, library
 from kvtailor.ops.cpu.step import TokenStep
+from kvtailor.ops.lanes.rotate import cosines_and_sines, turn
 from kvtailor.ops.segments.sides import stored_sides
-from kvtailor.types import PlainSegment, Segment, Visibility
+from kvtailor.types import Layout, PlainSegment, Rotation, Segment, Visibility
 
 if TYPE_CHECKING:
-    from kvtailor.engine.engine import Engine
-    from kvtailor.engine.layer_state import LayerState
     from kvtailor.store.recent_window import Tail
 
+__all__ = [
+    "FEWEST",
+    "SteadyCodes",
+    "SteadyEnds",
+    "SteadyLayer",
+    "acts_alike",
+    "carried_part",
+    "general_way",
+    "goes_generally",
+    "step_over_all",
+]
+
 T = TypeVar("T")
-__all__ = ["FEWEST", "SteadyLayer", "carried_part", "general_way", "goes_generally"]
 
 _GENERAL: ContextVar[bool] = ContextVar("kvtailor_general_way", default=False)
 FEWEST = 2
@@ -262,3 +286,235 @@ def _weakly(things: Iterable[T]) -> list[weakref.ref[T]]:
 def _same(things: Sequence[object], others: Sequence[weakref.ref[Any]]) -> bool:
     """Whether these are the very same objects."""
     return len(things) == len(others) and all(a is b() for a, b in zip(things, others, strict=True))
+
+
+class SteadyEnds(SteadyLayer):
+    """One layer that keeps its first tokens and the newest, as many at each token."""
+
+    def __init__(self, engine: Engine, state: LayerState, step: TokenStep, ends: Ends, rotation: Rotation | None):
+        super().__init__(engine, state, step, None)
+        self._ends, self._rotation = ends, rotation
+
+    @classmethod
+    def of(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyLayer | None:
+        """Return the layer as it is after a decoded token, of whichever kind; see `SteadyLayer.of`."""
+        found = cls._of_ends(engine, state, query_heads, visible)
+        return found or SteadyLayer.of(engine, state, query_heads, visible)
+
+    @classmethod
+    def _of_ends(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyEnds | None:
+        plan, first, tail, model = engine.plan, engine.eviction.first, state.stored.tail, state.model
+        if first is None or tail is None or not acts_alike(engine, state, visible):
+            return None
+        if not plan.store.is_memory or engine.listens or state.stored.segments or state.observed.carry:
+            return None
+        if not first < tail.length < state.stored.seen or tail.anchor < first or tail.run != tail.length - first:
+            return None
+        turns = type(plan.attend) is Rolling and first > 0
+        rotation = model.rotation if turns else None
+        if turns and rotation is None:
+            return None
+        ends = Ends(first=first)
+        if rotation is not None:
+            ends.planes, ends.interleaved = rotation.size // 2, int(rotation.interleaved)
+        parts = _parts(tail.as_segment(), 0 if rotation is None else first)
+        step = step_over_all(engine, state, parts, query_heads, ends)
+        return None if step is None else cls(engine, state, step, ends, rotation)
+
+    def holds(self, engine: Engine, state: LayerState) -> bool:
+        """See `SteadyLayer.holds`."""
+        tail, clock = state.stored.tail, state.clock
+        # What others hold as well is copied before its first tokens move.
+        mine = tail is not None and not tail.shared
+        return mine and clock.growth == 0 and clock.evict_at == 0 and super().holds(engine, state)
+
+    def take(
+        self, state: LayerState, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """See `SteadyLayer.take`."""
+        stored, ends = state.stored, self._ends
+        tail = stored.tail
+        assert tail is not None
+        if not tail.free:
+            self._grow(state)
+        if self._rotation is not None:
+            ends.cosines, ends.sines = _TURNS.by(self._seen - self._length, self._rotation)
+        output, _ = self.step.take(query, keys, values, slot=self._length, column=self._seen, sinks=sinks)
+        tail.moved_on(ends.first)
+        self.notice(tail)
+        self._seen += 1
+        stored.seen = state.clock.settled_seen = self._seen
+        state.observed.tokens_read = None
+        return output
+
+    def _tail_parts(self, tail: Tail) -> list[PlainSegment]:
+        return _parts(tail.as_segment(), self._ends.first if self._ends.planes else 0)
+
+
+def acts_alike(engine: Engine, state: LayerState, visible: Visibility) -> bool:
+    """Return whether a layer drops a token at each that is decoded, by ages alone, so that its act is always the same.
+
+    Args:
+        engine: of the cache.
+        state: of the layer, behind a decoded token.
+        visible: of that token.
+    """
+    plan, tail, clock = engine.plan, state.stored.tail, state.clock
+    if engine.eviction.first is None or plan.tokens is None or plan.slack_tokens != 0 or goes_generally():
+        return False
+    if type(plan.attend) not in (Rolling, Segments) or dispatch.forced() != "auto" or not visible.causal_only:
+        return False
+    if not isinstance(engine.phase, Compressing) or engine.phase.windows_record:
+        return False
+    # Of a budget in tokens a layer that has dropped any holds as many as it may, from then on.
+    if clock.evict_at != 0 or clock.growth != 0 or clock.due or clock.reindex:
+        return False
+    if state.pending is not None or state.draft is not None or state.model.latents is not None:
+        return False
+    return tail is not None and tail.is_followed_by(state.stored.seen)
+
+
+def step_over_all(
+    engine: Engine, state: LayerState, parts: Sequence[Segment], query_heads: int, ends: Ends | None = None
+) -> TokenStep | None:
+    """Return the call that reads every slot of a layer's parts; None where no kernel does.
+
+    Args:
+        engine: of the cache.
+        state: of the layer, which has a tail.
+        parts: all that is read, the tail last.
+        query_heads: q, of the layer's attention.
+        ends: how the tail moves on by itself; None: it does not.
+    """
+    tail, used, given = state.stored.tail, library(), engine.given_dtype
+    assert tail is not None
+    keys, values, positions = tail.buffers()
+    if used is None or keys.device.type != "cpu" or TokenStep.unsuited(parts, mass=False, given=given) is not None:
+        return None
+    step = TokenStep(
+        parts,
+        [None] * len(parts),
+        keys,
+        values,
+        positions,
+        query_heads=query_heads,
+        scaling=state.model.scaling,
+        softcap=state.model.softmax.softcap,
+        mass=False,
+        using=used,
+        ends=ends,
+        given=given,
+    )
+    return step if step.complete else None
+
+
+class _Turns(threading.local):
+    """Cosines and sines that a thread has worked out last: all layers of a forward ask for the same ones."""
+
+    missing = -1
+    rotation: Rotation | None = None
+    found: tuple[Tensor, Tensor] | None = None
+
+    def by(self, missing: int, rotation: Rotation) -> tuple[int, int]:
+        """Addresses of those by which keys are turned, behind which so many tokens are missing."""
+        if self.found is None or missing != self.missing or rotation is not self.rotation:
+            self.found = cosines_and_sines(torch.tensor([missing]), rotation.frequencies)
+            self.missing, self.rotation = missing, rotation
+        return self.found[0].data_ptr(), self.found[1].data_ptr()
+
+
+_TURNS = _Turns()
+
+
+def _parts(whole: PlainSegment, first: int) -> list[PlainSegment]:
+    """A tail as attention reads it: its first tokens, whose keys will be others, and the rest; or all in one."""
+    layout = whole.layout
+    if not first:
+        return [whole]
+    sizes, ends = (first, layout.size - first), (slice(0, first), slice(first, None))
+    return [
+        PlainSegment(
+            layout=Layout(rows=layout.rows, heads=layout.heads, size=size, start=0),
+            keys=whole.keys[:, end],
+            values=whole.values[:, end],
+        )
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+
+
+class SteadyCodes(SteadyLayer):
+    """One layer that keeps its first tokens and the newest, as many at each token, all but a few as codes."""
+
+    def __init__(
+        self, engine: Engine, state: LayerState, step: TokenStep, left: int, at: int, rotation: Rotation | None
+    ):
+        super().__init__(engine, state, step, left)
+        self._at, self._rotation = at, rotation
+
+    @classmethod
+    def of(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyLayer | None:
+        """Return the layer as it is after a decoded token, of whichever kind; see `SteadyLayer.of`."""
+        found = cls._of_codes(engine, state, query_heads, visible)
+        return found or SteadyEnds.of(engine, state, query_heads, visible)
+
+    @classmethod
+    def _of_codes(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyCodes | None:
+        plan, first, tail, segments = engine.plan, engine.eviction.first, state.stored.tail, state.stored.segments
+        if first is None or tail is None or not acts_alike(engine, state, visible):
+            return None
+        block, at = waits_in_tail(plan, state.codec(plan)), 1 if first else 0
+        if not block or not engine.can_be_steady or engine.needs.mass or tail.start is None or len(segments) <= at:
+            return None
+        parts = state.parts()
+        if sum(part.layout.size for part in parts) >= state.stored.seen:
+            return None
+        if any(part.layout.owner is not None or part.layout.lengths is not None for part in parts):
+            return None
+        if first and parts[0].layout.size != first:
+            return None
+        left = min(block - 1 - tail.length, segments[at].layout.size - 1)
+        turns = type(plan.attend) is Rolling and first > 0
+        rotation = state.model.rotation if turns else None
+        if left <= FEWEST or (turns and rotation is None):
+            return None
+        if rotation is not None:
+            carried = carried_part(state, parts[0])
+            if carried is None:
+                return None
+            parts[0] = carried
+        step = step_over_all(engine, state, parts, query_heads)
+        return None if step is None else cls(engine, state, step, left, at, rotation)
+
+    def holds(self, engine: Engine, state: LayerState) -> bool:
+        """See `SteadyLayer.holds`."""
+        clock = state.clock
+        return clock.growth == 0 and clock.evict_at == 0 and super().holds(engine, state)
+
+    def take(
+        self, state: LayerState, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """See `SteadyLayer.take`."""
+        output = super().take(state, query, keys, values, sinks)
+        stored, clock, at = state.stored, state.clock, self._at
+        clock.growth, clock.settled_seen = 0, stored.seen
+        segment = stored.segments[at] = without_first(stored.segments[at], 1)
+        self._segments[at] = weakref.ref(segment)
+        self.step.exchange(at, segment)
+        if self._rotation is not None:
+            self._turn_first(state, self._rotation)
+        if not self.step.complete:
+            self._left = 0
+        return output
+
+    def _turn_first(self, state: LayerState, rotation: Rotation) -> None:
+        """Turn the keys of the first tokens by what is missing behind them now."""
+        stored, carry = state.stored, state.observed.carry
+        first = stored.segments[0]
+        held = self._length + sum(each.layout.size for each in stored.segments)
+        keys, shape = first.decode()[0], carry["first_keys"].shape
+        gap = torch.full(keys.shape[:2], stored.seen - held)
+        turned = turn(keys, gap, rotation).contiguous()
+        self._carry = {"first_keys": turned.view(shape), "first_values": carry["first_values"]}
+        state.observed.carry = self._carry
+        part = PlainSegment(layout=first.layout, keys=turned, values=carry["first_values"].flatten(0, 1))
+        self.step.exchange(0, part)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.state import LayerState
 from kvtailor.ops.lanes.ragged import places_of_slots, slots_of_part
 from kvtailor.ops.segments.latent_keys import joined, parted
 from kvtailor.ops.segments.weighted import log_weight_of

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.engine.saving.layer_saving import restore
-from kvtailor.engine.saving.regroup_heads import HeadsOf, regroup
+from kvtailor.engine.saving import HeadsOf, regroup, restore
 from kvtailor.errors import CacheFileError, KvtailorError, PlanError
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.conversation import Conversation, Known

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.engine.saving.layer_saving import state_of
+from kvtailor.engine.saving import state_of
 from kvtailor.errors import CacheFileError
 from kvtailor.hf.conversation import Conversation
 from kvtailor.hf.guard import CacheGuard

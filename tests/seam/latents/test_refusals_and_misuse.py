@@ -30,7 +30,7 @@ SNAP = "snapkv(window=6) @ tokens=16"
 
 @pytest.mark.parametrize("name", every_plan())
 def test_every_plan_works_or_is_refused_in_a_sentence_before_any_work(name: str) -> None:
-    """What is right of those that work is shown by `tests/engine/test_latent_reading.py`, plan by plan."""
+    """What is right of those that work is shown by `tests/engine/test_reading.py`, plan by plan."""
     plan, model = every_plan()[name], build_latent("deepseek_v2")
     before = model.config._attn_implementation
     reasons = Plan.parse(plan).latent_misfits()

@@ -15,7 +15,7 @@ from torch import Tensor
 import kvtailor
 import kvtailor.attend.quest
 import kvtailor.attend.rocket
-from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.state import LayerState
 from kvtailor.hf.versions import hand_cache
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention.lanes import Lanes

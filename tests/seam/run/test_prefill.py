@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import kvtailor
-from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.state import LayerState
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.versions import hand_cache
 from tests.seam.test_modes import PLANS

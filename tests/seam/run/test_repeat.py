@@ -213,7 +213,7 @@ def test_a_failure_between_the_passes_leaves_no_half_made_cache(monkeypatch: pyt
     model = build("llama")
     ids, _ = prompts((30,))
     cache = kvtailor.cache_for(model, "kvzip @ keep=0.5")
-    monkeypatch.setattr("kvtailor.engine.reading.reconstruct.ReconstructionPass._looked_at", lambda *_: 1 / 0)
+    monkeypatch.setattr("kvtailor.engine.reading.ReconstructionPass._looked_at", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         kvtailor.prefill(model, ids, cache=cache)
     assert cache.seen == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvtailor
-from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.state import LayerState
 from kvtailor.errors import PlanError
 from kvtailor.hf.run.sharing import keep_queries, remake, sharing_prefill
 from kvtailor.hf.versions import hand_cache

@@ -26,7 +26,7 @@ from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.flops_repeat import repetition_flops, twice_pairs
 from kvtailor.bench.measure.weights import Weights
 from kvtailor.bench.subject import Subject
-from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.state import LayerState
 from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.model.geometry import Geometry

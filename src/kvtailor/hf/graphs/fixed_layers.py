@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvtailor.attend.contract import Attention, AttentionRequest
-from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.state import LayerState
 from kvtailor.hf.attention import HANDLE
 from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.hf.layers.window import WindowLayer

@@ -13,12 +13,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvtailor.attend.contract import Attended
 from kvtailor.engine import rollback
-from kvtailor.engine.ends.steady_codes import SteadyCodes
 from kvtailor.engine.engine import Engine
-from kvtailor.engine.layer_state import LayerState
-from kvtailor.engine.pending import Reading
 from kvtailor.engine.phase import Reconstructing, Recording, Speculating
-from kvtailor.engine.steady import SteadyLayer
+from kvtailor.engine.state import LayerState, Reading
+from kvtailor.engine.steady import SteadyCodes, SteadyLayer
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import HANDLE, ungraded
 from kvtailor.hf.guard import CacheGuard

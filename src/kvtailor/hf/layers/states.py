@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.phase import Speculating
+from kvtailor.engine.state import LayerState
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers.compressed import CompressedLayer, record_past_of_all

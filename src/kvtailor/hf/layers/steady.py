@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.state import LayerState
 from kvtailor.engine.steady import SteadyLayer
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.mask import LazyMask

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvtailor.engine.layer_state import check_rows_and_heads
 from kvtailor.engine.phase import Reconstructing, Speculating
+from kvtailor.engine.state import check_rows_and_heads
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers.compressed import record_past_of_all

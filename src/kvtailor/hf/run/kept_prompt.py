@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.engine.layer_parts import Observed
-from kvtailor.engine.saving.layer_saving import state_of
+from kvtailor.engine.saving import state_of
+from kvtailor.engine.state import Observed
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.layers.compressed import CompressedLayer

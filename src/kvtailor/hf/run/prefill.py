@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtailor.engine import rollback
 from kvtailor.engine.phase import Compressing, Deferred
-from kvtailor.engine.reading.reconstruct import ReconstructionPass
+from kvtailor.engine.reading import ReconstructionPass
 from kvtailor.errors import ArgumentError, CacheMisuse
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.handed import check_seen

@@ -11,7 +11,7 @@ from math import ceil, floor
 import torch
 from torch import Tensor
 
-from kvtailor.engine.ends.drop_middle import first_tokens
+from kvtailor.engine.apply import first_tokens
 from kvtailor.hf.sizes.bounds import NOTHING, Bounds, hull, summed
 from kvtailor.hf.sizes.evictions import Evictions
 from kvtailor.hf.sizes.layer import Kept, LayerForecast, Whole

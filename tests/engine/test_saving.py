@@ -12,7 +12,7 @@ from tests.support.other_device.decoding import decode
 from tests.support.seam.zoo import build, held_columns, prompts
 
 import kvtailor
-from kvtailor.engine.saving.regroup_heads import HeadsOf, regroup
+from kvtailor.engine.saving import HeadsOf, regroup
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.saved_ranks import StandIn
 

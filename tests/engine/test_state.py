@@ -8,9 +8,8 @@ import json
 import pytest
 import torch
 
-from kvtailor.engine.layer_parts import Clock, ModelPart, Observed, Stored
-from kvtailor.engine.layer_state import LayerState
-from kvtailor.engine.saving.layer_saving import restore, state_of
+from kvtailor.engine.saving import restore, state_of
+from kvtailor.engine.state import Clock, LayerState, ModelPart, Observed, Stored
 from kvtailor.plan import Plan
 from kvtailor.types.evidence import Evidence
 

@@ -21,7 +21,7 @@ from kvtailor.attend.segments import Segments
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.vector import Vector
 from kvtailor.engine.engine import Engine
-from kvtailor.engine.reading.latent_reading import read_latents
+from kvtailor.engine.reading import read_latents
 from kvtailor.errors import PlanError
 from kvtailor.plan import Plan
 from kvtailor.store.recent_window import Tail

@@ -9,9 +9,9 @@ import torch
 from tests.support.segments_of import Padded, states
 from torch import Tensor
 
-from kvtailor.engine.apply_kept import Kept, apply_kept, what_stays
-from kvtailor.engine.layer_state import LayerState
-from kvtailor.engine.saving.layer_saving import state_of
+from kvtailor.engine.apply import Kept, apply_kept, what_stays
+from kvtailor.engine.saving import state_of
+from kvtailor.engine.state import LayerState
 from kvtailor.engine.view import view_held
 from kvtailor.plan import Plan
 from kvtailor.types import Held, Needs, PlainSegment

@@ -1,11 +1,20 @@
-"""How a kept set becomes what a layer holds: the tail itself, or segments and the recent window.
+"""How what an eviction decides becomes what a layer holds: the tail itself, or segments and the recent window.
 
-`what_stays` works it out and changes nothing; `apply_kept` puts the result in place.
+A kept set: `what_stays` works out what it makes of a layer and changes nothing; `apply_kept` puts that in place.
+
+The tail: `encode_tail` makes encoded segments of its oldest tokens, when nothing else moves them, and ages those.
+
+Ages alone: `drop_middle` drops the tokens behind a decoding layer's first ones, where they lie. Where a score ranks all
+tokens but the first by age, all rows and heads of a layer drop the same slots of the tail: no score has to be made, no
+kept set has to be found, and no token that stays has to move but the few in front. Beside a codec the oldest segment
+behind the first tokens loses its first slots, and the tail is encoded when it is a block. What is held is what
+`engine.evict` would leave, token for token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -14,31 +23,47 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from kvtailor.allocate.contract import BudgetRequest
 from kvtailor.engine.budget import waiting_tokens
-from kvtailor.engine.ends.drop_middle import first_tokens, waits_in_tail
-from kvtailor.engine.layer_group import joined
+from kvtailor.engine.state import LayerState, encoded, joined
 from kvtailor.errors import CacheMisuse
 from kvtailor.merge.contract import Merged
+from kvtailor.merge.drop import Drop
 from kvtailor.ops import huge_pages
 from kvtailor.ops.lanes.kept import place_among_kept
 from kvtailor.ops.lanes.ragged import Cut, cut_lanes, cut_of_part, gather_held, tokens_of_part
 from kvtailor.ops.segments.latent_keys import parted
 from kvtailor.ops.segments.weighted import Weighted, without_weight
 from kvtailor.plan.registry import name_of
-from kvtailor.types import Held, PlainSegment, Segment
-from kvtailor.types.checked_returns import checked_segment, checked_tensor, refuse
+from kvtailor.store.recent_window import SPARE, Tail, capacity_for
+from kvtailor.types import Held, Layout, Needs, PlainSegment, Segment
+from kvtailor.types.checked_returns import checked_budgets, checked_segment, checked_tensor, refuse
 from kvtailor.types.late_checks import require_none, sent
 
 if TYPE_CHECKING:
-    from kvtailor.engine.layer_state import LayerState
+    from kvtailor.encode.contract import Codec
+    from kvtailor.engine.budget import Budget
     from kvtailor.merge.contract import Merger
     from kvtailor.plan import Plan
     from kvtailor.select.contract import Selector
-    from kvtailor.store.recent_window import Tail
+    from kvtailor.types import Visibility
+    from kvtailor.types.late_checks import LateChecks
+
+__all__ = [
+    "HeadCounts",
+    "Kept",
+    "apply_kept",
+    "drop_middle",
+    "encode_tail",
+    "first_tokens",
+    "has_unencoded",
+    "split_oldest",
+    "waits_in_tail",
+    "what_stays",
+    "without_first",
+]
 
 _Seen = TypeVar("_Seen", Held, Merged)
-
-__all__ = ["HeadCounts", "Kept", "apply_kept", "has_unencoded", "what_stays"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -496,3 +521,311 @@ def _mass(held: Held, cuts: Sequence[Cut]) -> tuple[Tensor, ...] | None:
         return None
     flat = held.mass.flatten(0, 1)
     return tuple(flat[cut.owners[:, None], cut.index] for cut in cuts)
+
+
+def encode_tail(
+    state: LayerState, plan: Plan, new_tokens: int, real: Tensor | None, late: LateChecks | None = None
+) -> None:
+    """Encodes the oldest tokens of a layer's tail. Then, and after an eviction, what has grown old is encoded anew.
+
+    Layers that are encoded together all do it at the call of the last one.
+
+    After a prompt, a chunk or a turn: all but what the codec leaves in full precision, so that a row of a padded
+    batch is encoded as it would be alone. While decoding: a whole block, once there is one.
+
+    Args:
+        state: of the layer.
+        plan: whose codec encodes.
+        new_tokens: of the forward that has just ended; 1 for decoded tokens, however many came at once.
+        real: (b, columns) bool, False for padding, which is dropped here; None where nothing is padded.
+        late: collects the codec's checks; None: they are made at once.
+    """
+    codec, tail, group = state.codec(plan), state.stored.tail, state.layer_group or (state,)
+    waits = state.clock.due or state.pending is not None or (state.layer_group and not state.completes)
+    if tail is None or codec.block == 0 or waits:
+        return
+    count = tail.length - codec.tail
+    if new_tokens == 1:
+        count = count // codec.block * codec.block
+    ages = bool(codec.ages) and (count > 0 or state.clock.growth == 0)
+    if count <= 0 and not ages:
+        return
+    first = None if real is None else real.to(torch.int8).argmax(-1)
+    with nullcontext() if late is None else late.collecting():
+        if ages:
+            _renew(state, plan, first)
+        if count > 0:
+            _encode_oldest(group, plan, count, real, first)
+
+
+def _renew(state: LayerState, plan: Plan, first: Tensor | None) -> None:
+    """Encode anew what has grown old."""
+    held, codec = state.here(), state.codec(plan)
+    found = [_renewed(each, codec, state.stored.seen, first) for each in held]
+    if any(new is not old for new, old in zip(found, held, strict=True)):
+        state.stored.segments = found
+        # What is carried of them was made from other codes.
+        state.clock.reindex = True
+
+
+def _renewed(segment: Segment, codec: Codec, seen: int, first: Tensor | None) -> Segment:
+    if not isinstance(segment, Weighted):
+        return codec.renewed(segment, seen, first)
+    inner = codec.renewed(segment.inner, seen, first)
+    return segment if inner is segment.inner else replace(segment, inner=inner)
+
+
+def _encode_oldest(
+    group: Sequence[LayerState], plan: Plan, count: int, real: Tensor | None, first: Tensor | None
+) -> None:
+    """Encode the oldest tokens of the tails of layers that are encoded together, or of one layer."""
+    state = group[-1]
+    codec, tail, seen = state.encoder(plan, first), state.stored.tail, state.stored.seen
+    assert tail is not None
+    if len(group) == 1:
+        state.stored.segments = [_no_longer_waiting(each, codec, first, seen) for each in state.here()]
+    begin = 0
+    for size, age in codec.runs(count, tail.length - count):
+        leaving = [_oldest(each, begin, size, real, codec.lane_multiple) for each in group]
+        begin += size
+        if leaving[-1] is None:
+            continue
+        found = encoded([part for part in leaving if part is not None], codec, first, newest=seen - 1 - age, seen=seen)
+        for each, segment in zip(group, found, strict=True):
+            each.stored.segments.append(segment)
+    for each in group:
+        _drop_oldest(each, count)
+
+
+def _no_longer_waiting(segment: Segment, codec: Codec, first: Tensor | None, seen: int) -> Segment:
+    """The segment, encoded where it was left as it is for more to come (`budget.waiting_tokens`).
+
+    It is older than what is encoded now, and segments are in time order.
+    """
+    plain = without_weight(segment)
+    if not isinstance(plain, PlainSegment) or issubclass(PlainSegment, codec.segment_type()):
+        return segment
+    newest = int(plain.layout.columns(plain.keys.device).max())
+    stored = codec.encode_aged(plain.layout, plain.keys, plain.values, first, newest=newest, seen=seen)
+    checked_segment(codec, stored, codec.segment_type(), plain.layout)
+    return replace(segment, layout=stored.layout, inner=stored) if isinstance(segment, Weighted) else stored
+
+
+def _oldest(state: LayerState, begin: int, count: int, real: Tensor | None, multiple: int) -> PlainSegment | None:
+    """Old tokens of the tail from `begin` on, padding left out, whose evidence is a part of its own from now on.
+
+    What is before them has had its turn.
+    """
+    assert state.stored.tail is not None
+    whole = state.stored.tail.as_segment()
+    layout, end = whole.layout, begin + count
+    keys, values = whole.keys[:, begin:end], whole.values[:, begin:end]
+    positions = None if layout.positions is None else layout.positions[:, begin:end].clone()
+    start = None if layout.start is None else layout.start + begin
+    block = Layout(rows=state.rows, heads=state.heads, size=count, start=start, positions=positions)
+    mass = list(state.observed.evidence.mass)
+    if mass:
+        last = mass.pop()
+        mass += [last[:, :count].clone(), last[:, count:].clone()]
+    if real is not None:
+        columns = block.columns(keys.device).expand(block.lanes, -1).view(state.rows, state.heads, -1)
+        row = torch.arange(state.rows, device=keys.device)[:, None, None]
+        cut = cut_lanes(real.to(keys.device)[row, columns], multiple)
+        if cut is None:
+            if mass:
+                del mass[-2]
+            state.observed.evidence = replace(state.observed.evidence, mass=tuple(mass))
+            return None
+        at = cut.owners[:, None], cut.index
+        block, keys, values = cut.layout(state.rows, state.heads, columns), keys[at], values[at]
+        if mass:
+            mass[-2] = mass[-2][at]
+    state.observed.evidence = replace(state.observed.evidence, mass=tuple(mass))
+    return PlainSegment(layout=block, keys=keys, values=values)
+
+
+def _drop_oldest(state: LayerState, count: int) -> None:
+    assert state.stored.tail is not None
+    state.stored.tail.drop_oldest(count)
+    if state.observed.evidence.mass and not state.stored.tail.length:
+        state.observed.evidence = replace(state.observed.evidence, mass=state.observed.evidence.mass[:-1])
+
+
+_LONG = 2
+"""Blocks from which on the oldest segment behind the first tokens is split, so that little moves at each token."""
+
+
+def first_tokens(plan: Plan) -> int | None:
+    """Return how many first tokens a plan holds beside the newest; None where more than ages decides what stays.
+
+    None as well where it evicts more rarely than a tail grows: the slots that get free in front would then be held for
+    longer than others of a tail. And beside a codec of which no tokens wait to be encoded (`waiting_tokens`), or which
+    encodes anew what grows old.
+    """
+    score, allocate, slack, codec = plan.score, plan.allocate, plan.slack_tokens, plan.encode
+    if score is None or score.first_kept is None or slack is None or slack >= SPARE or plan.scope != "layer":
+        return None
+    even = allocate.even_heads and allocate.even_layers and not allocate.needs_scores and allocate.needs == Needs()
+    best = plan.select.exact and plan.select.takes_best
+    plain = codec.exact and codec.block == 0
+    waits = waiting_tokens(plan, codec) > 0 and not codec.ages and not score.recent and not plan.needs.mass
+    return score.first_kept if even and best and (plain or waits) and type(plan.merge) is Drop else None
+
+
+def waits_in_tail(plan: Plan, codec: Codec) -> int:
+    """Return how many tokens a layer's tail holds when they are encoded, as a block; 0: evictions leave none in it.
+
+    Args:
+        plan: of the layer.
+        codec: the plan's, as it is on the layer.
+    """
+    return 0 if first_tokens(plan) is None or codec.ages else waiting_tokens(plan, codec)
+
+
+def drop_middle(state: LayerState, plan: Plan, first: int, visible: Visibility, budget: Budget, layers: int) -> bool:
+    """Cut a layer back to its budget where ages decide what that leaves; return whether it could be done so.
+
+    It can after decoded tokens without padding, where the tail has all that is held, and the first tokens of the text;
+    or where these are a segment of their own, and all that is behind them is encoded or in the tail.
+
+    Args:
+        state: of the layer, for which an eviction is due.
+        plan: whose allocator says how many tokens stay.
+        first: see `first_tokens`.
+        visible: of the forward that has just ended.
+        budget: of all layers.
+        layers: how many layers the plan compresses.
+
+    Raises:
+        MethodError: the allocator returns something else than its contract promises.
+    """
+    tail, share, allocate = state.stored.tail, state.model.share, plan.allocate
+    assert tail is not None and plan.score is not None
+    if visible.real is not None or not state.clock.decoding:
+        return False
+    codec = state.codec(plan)
+    block, held = waits_in_tail(plan, codec), tail.length
+    if block:
+        if not plan.store.is_memory or state.layer_group or not _all_coded(state.stored.segments, codec):
+            return False
+        held += sum(each.layout.size for each in state.stored.segments)
+    elif state.stored.segments or tail.anchor < first or tail.slots > capacity_for(tail.length):
+        return False
+    shape = (state.rows, 1, share.total(state.heads))
+    capacity, floor = torch.full(shape, held), budget.each.clamp(max=plan.score.recent, min=0)
+    floor = floor.clamp(max=held)[:, None, None].expand(shape)
+    request = BudgetRequest(
+        total=budget.total,
+        row_tokens=budget.row_tokens,
+        capacity=capacity,
+        floor=floor,
+        layers=(state.index,),
+        num_layers=layers,
+    )
+    last = layers == 1
+    budgets = checked_budgets(
+        allocate,
+        allocate.allocate(request),
+        budget.total,
+        floor,
+        capacity,
+        settled=True,
+        spare=shape[2] - 1 if last else int(budget.total.max()),
+    )
+    kept = int(budgets.min())
+    if kept <= first or kept != int(budgets.max()):
+        return False
+    if kept == held:
+        return True
+    if not block:
+        tail.drop_behind(first, held - kept)
+    elif kept < first + tail.length or not _first_are_apart(state.stored.segments, first):
+        return False
+    else:
+        _drop_behind_first(state, first, held - kept)
+        if tail.length >= block:
+            _encode_whole_tail(state, plan)
+        split_oldest(state, plan)
+    state.clock.reindex = True
+    return True
+
+
+def split_oldest(state: LayerState, plan: Plan) -> None:
+    """Let the oldest block of codes behind the first tokens be a segment of its own, where it is part of a long one.
+
+    Called where an eviction while decoding has dropped tokens, however it was made. The next ones would else move all
+    of that segment, at each token.
+    """
+    first, block, segments = first_tokens(plan), waits_in_tail(plan, state.codec(plan)), state.stored.segments
+    at = 1 if first else 0
+    if not block or not state.clock.decoding or len(segments) <= at:
+        return
+    oldest = segments[at]
+    if not _even(oldest) or oldest.layout.size <= _LONG * block:
+        return
+    state.stored.segments = [*segments[:at], *(_slots(oldest, *ends) for ends in ((0, block), (block, None)))]
+    state.stored.segments += segments[at + 1 :]
+
+
+def without_first(segment: Segment, count: int) -> Segment:
+    """Return an encoded segment, one lane for each row and kv head, without the first `count` slots of each lane."""
+    return _slots(segment, count, None)
+
+
+def _slots(segment: Segment, begin: int, end: int | None) -> Segment:
+    layout = segment.layout
+    device = next(iter(segment.tensors().values())).device
+    positions = layout.positions
+    if positions is None:
+        positions = layout.columns(device).to(torch.int32).expand(layout.lanes, -1)
+    positions = positions[:, begin:end].contiguous()
+    lane = torch.arange(layout.lanes, device=device)[:, None].expand(positions.shape)
+    slot = torch.arange(layout.size, device=device)[begin:end].expand(positions.shape)
+    part = Layout(rows=layout.rows, heads=layout.heads, size=positions.shape[1], positions=positions)
+    return segment.regather(lane, slot, part)
+
+
+def _even(segment: Segment) -> bool:
+    """Whether it has one lane for each row and kv head, all of whose slots are filled."""
+    return segment.layout.owner is None and segment.layout.lengths is None
+
+
+def _all_coded(segments: Sequence[Segment], codec: Codec) -> bool:
+    """Whether all segments are of a codec, with as many tokens in each row and head."""
+    return all(_even(each) and isinstance(each, codec.segment_type()) for each in segments)
+
+
+def _first_are_apart(segments: Sequence[Segment], first: int) -> bool:
+    """Whether the text's `first` tokens are a segment of their own, ahead of all others."""
+    if not first:
+        return True
+    if not segments or segments[0].layout.size != first:
+        return False
+    columns = segments[0].layout.columns(torch.device("cpu"))
+    return bool((columns == torch.arange(first)).all())
+
+
+def _drop_behind_first(state: LayerState, first: int, count: int) -> None:
+    """Drop so many codes behind the first tokens, of whole segments and of the first that keeps some."""
+    at = 1 if first else 0
+    segments = list(state.stored.segments)
+    while count and segments[at].layout.size <= count:
+        count -= segments.pop(at).layout.size
+    if count:
+        segments[at] = without_first(segments[at], count)
+    state.stored.segments = segments
+
+
+def _encode_whole_tail(state: LayerState, plan: Plan) -> None:
+    tail, seen = state.stored.tail, state.stored.seen
+    assert tail is not None
+    plain = tail.as_segment()
+    columns = plain.layout.columns(plain.keys.device).to(torch.int32).expand(plain.layout.lanes, -1).contiguous()
+    layout = Layout(rows=state.rows, heads=state.heads, size=tail.length, positions=columns)
+    first = torch.zeros(state.rows, dtype=torch.int64, device=plain.keys.device)
+    keys, values = huge_pages.copied(plain.keys), huge_pages.copied(plain.values)
+    codec = state.encoder(plan, first)
+    found = codec.encode_aged(layout, keys, values, first, newest=seen - 1, seen=seen)
+    checked_segment(codec, found, codec.segment_type(), layout)
+    state.stored.segments = [*state.stored.segments, found]
+    tail.clear()

@@ -1,1 +1,0 @@
-"""Plans under which the ends of a text stay: its first tokens and the newest."""
