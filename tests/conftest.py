@@ -16,6 +16,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest_plugins = ["tests.support.sampling"]
 # Workers of pytest-xdist have it, and one process has not: output would be wrapped in some runs alone.
 os.environ.pop("COLUMNS", None)
 

@@ -21,6 +21,7 @@ from kvtailor.cluster.connect import connect  # noqa: E402
 from kvtailor.cluster.contract import Call, Executor, Resources  # noqa: E402
 from kvtailor.cluster.on_ray import OnRay  # noqa: E402
 
+pytestmark = pytest.mark.always
 TIMED = Resources(exclusive=True)
 
 

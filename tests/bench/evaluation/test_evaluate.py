@@ -27,6 +27,7 @@ def found():
     return kvtailor.evaluate("demo", {"mine": TEXT}, plans=PLANS, **SMALL)
 
 
+@pytest.mark.together
 def test_it_is_the_bench_and_nothing_else(found):
     task = Perplexity(text=TEXT, source="mine", **SMALL)
     records = run(Subject.load("demo"), contestants_of(PLANS), [task], bandwidth=False)
@@ -36,6 +37,7 @@ def test_it_is_the_bench_and_nothing_else(found):
     assert found.rows[1].loss is not None and found.headline == found.summary.headline and found.out is None
 
 
+@pytest.mark.together
 def test_the_result_is_frozen_and_its_rows_are_found_by_any_spelling(found):
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.records = ()
@@ -47,6 +49,7 @@ def test_the_result_is_frozen_and_its_rows_are_found_by_any_spelling(found):
         found.row("no plan at all")
 
 
+@pytest.mark.together
 def test_a_difference_is_the_paired_one(found):
     nll = {record.label: record.values["nll"] for record in found.records}
     asked = found.difference(PLANS[1], PLANS[0])
@@ -58,6 +61,7 @@ def test_a_difference_is_the_paired_one(found):
         found.difference(*PLANS, task="needle")
 
 
+@pytest.mark.together
 def test_a_notebook_gets_a_table_and_a_terminal_80_columns(found):
     html = found._repr_html_()
     assert html.count("<tr>") == 1 + len(found.rows) and found.headline.split(":")[0] in html
@@ -71,6 +75,7 @@ def test_text_that_looks_like_html_stays_text():
     assert "<script>" not in found._repr_html_() and "&lt;script&gt;" in found._repr_html_()
 
 
+@pytest.mark.together
 def test_it_is_saved_and_read_again(found, tmp_path):
     page = found.save(tmp_path / "here")
     assert page.name == "report.html" and page.exists()

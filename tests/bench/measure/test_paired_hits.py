@@ -61,6 +61,11 @@ def test_intervals_of_hits_cover_exactly_computed(count):
             assert covered(count, loss + gained, gained) >= 0.94, (loss, gained)
 
 
+def test_intervals_cover_where_that_is_hardest():
+    """Of 60 pairs with losses alone; an interval that were not widened for the discrete count would cover 0.935."""
+    assert covered(60, 0.09, 0.0) >= 0.94
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("count", [7, 12, 35, 60, 80, 100, 125, 150, 200])
 def test_intervals_of_hits_cover_from_few_to_many_pairs(count):

@@ -67,6 +67,7 @@ def plain() -> Any:
     return kvtailor.check_model("demo", plans=[*CODES, "streaming @ keep=0.25", "kivi4"], **SHORT)
 
 
+@pytest.mark.together
 def test_there_is_no_alarm_without_a_need(plain: Any) -> None:
     eight = plain.verdict("kivi(key_bits=8, value_bits=4, recent=32)")
     assert eight.word == "safe" and eight.windows == 16 and 0.3 < eight.bytes < 0.5
@@ -75,6 +76,7 @@ def test_there_is_no_alarm_without_a_need(plain: Any) -> None:
     assert all(each.cause is None for each in plain.verdicts if each.plan in CODES)
 
 
+@pytest.mark.together
 def test_the_words_are_those_of_the_intervals(plain: Any) -> None:
     for each in plain.verdicts:
         if each.plan == "kivi4":
@@ -89,6 +91,7 @@ def test_the_words_are_those_of_the_intervals(plain: Any) -> None:
         assert each.word in each.sentence and each.plan in each.sentence
 
 
+@pytest.mark.together
 def test_a_plan_that_changed_nothing_is_not_called_safe(plain: Any) -> None:
     """The newest 128 tokens of kivi4 are in full precision, and the windows of this file have 96."""
     found = plain.verdict("kivi4")
@@ -125,6 +128,7 @@ def test_the_model_of_these_tests_is_the_embedded_one() -> None:
             assert (other - expected).abs().mean() < 0.15, what
 
 
+@pytest.mark.together
 def test_plans_that_drop_tokens_are_asked(plain: Any) -> None:
     asked = plain.verdict("streaming")
     if asked.word != "harmful" or asked.inside is not None:
@@ -154,6 +158,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.Mon
     assert report.exit_code == 0 and (tmp_path / "report.html").is_file()
 
 
+@pytest.mark.together
 def test_records_are_those_of_the_bench(plain: Any) -> None:
     assert {record.task for record in plain.records} >= {"perplexity"}
     assert all(record.prefill == "shared" for record in plain.records if record.label in CODES)
@@ -163,6 +168,7 @@ def test_records_are_those_of_the_bench(plain: Any) -> None:
     assert all(plain.verdict(label).word != "safe" for label in worse)
 
 
+@pytest.mark.together
 def test_a_check_is_held_against_a_bench(plain: Any) -> None:
     spec = importlib.util.spec_from_file_location("check_agrees", ROOT / "benchmarks" / "check_agrees.py")
     assert spec is not None and spec.loader is not None

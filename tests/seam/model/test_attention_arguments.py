@@ -50,6 +50,7 @@ def handed_over() -> dict[str, dict[str, set[str]]]:
     return found
 
 
+@pytest.mark.together
 def test_each_argument_of_each_family_is_known() -> None:
     found = handed_over()
     assert {"scaling", "softcap", "s_aux"} <= set(found), "the sources are no longer what this test reads"
@@ -61,6 +62,7 @@ def test_each_argument_of_each_family_is_known() -> None:
     assert not SUPPORTED & CHANGES_NOTHING and not set(REFUSED) & (SUPPORTED | CHANGES_NOTHING)
 
 
+@pytest.mark.together
 def test_caps_and_sinks_are_the_attributes_by_which_they_are_known_before_a_forward() -> None:
     """`softmax_before` reads these two."""
     found = handed_over()

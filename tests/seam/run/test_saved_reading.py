@@ -21,6 +21,7 @@ def reading() -> kvtailor.Reading:
     return kvtailor.read(model, tokenizer, TEXT, plan="snapkv + kivi(bits=4, recent=32) @ keep=0.5", answer_prefix=" :")
 
 
+@pytest.mark.together
 def test_another_process_answers_the_same(reading: kvtailor.Reading, tmp_path: Path) -> None:
     path = tmp_path / "document.safetensors"
     reading.save(path)
@@ -35,6 +36,7 @@ def test_another_process_answers_the_same(reading: kvtailor.Reading, tmp_path: P
     assert kvtailor.load_cache(reading.model, path).seen == reading.cache.seen
 
 
+@pytest.mark.together
 def test_what_is_no_reading_is_refused(reading: kvtailor.Reading, tmp_path: Path) -> None:
     path = tmp_path / "cache.safetensors"
     reading.cache.save(path)
@@ -42,6 +44,7 @@ def test_what_is_no_reading_is_refused(reading: kvtailor.Reading, tmp_path: Path
         kvtailor.Reading.load(reading.model, reading.prompt.tokenizer, path)
 
 
+@pytest.mark.together
 def test_another_tokenizer_is_refused(reading: kvtailor.Reading, tmp_path: Path) -> None:
     path = tmp_path / "document.safetensors"
     reading.save(path)
@@ -51,6 +54,7 @@ def test_another_tokenizer_is_refused(reading: kvtailor.Reading, tmp_path: Path)
         kvtailor.Reading.load(reading.model, other, path)
 
 
+@pytest.mark.together
 def test_it_is_shown_without_its_model(reading: kvtailor.Reading) -> None:
     shown = repr(reading)
     assert len(shown) < 400 and "Llama" not in shown and "snapkv" in shown and str(reading.ids.shape[1]) in shown

@@ -50,30 +50,36 @@ def met(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.together
 def test_all_processes_refuse_what_one_cannot_score(met: list[dict[str, Any]]) -> None:
     assert all("CacheMisuse" in each["no score"] and "no finite score" in each["no score"] for each in met)
 
 
+@pytest.mark.together
 def test_a_saving_that_fails_in_one_process_leaves_what_was_there(met: list[dict[str, Any]]) -> None:
     assert met[0]["no room"].startswith("CacheFileError: process 1 of 2: no room | same files: True | True")
     assert met[1]["no room"].startswith("CacheFileError: no room | same files: True | True")
 
 
+@pytest.mark.together
 def test_a_folder_of_something_else_is_left_alone(met: list[dict[str, Any]]) -> None:
     assert all("thesis.tex" in each["strange folder"] for each in met)
     assert all("no saved cache" in each["no cache"] for each in met)
 
 
+@pytest.mark.together
 def test_drawn_tokens_are_the_same_everywhere(met: list[dict[str, Any]]) -> None:
     assert met[0]["sampled"] == met[1]["sampled"] and met[0]["sampled"].startswith("[")
 
 
+@pytest.mark.together
 def test_drafts_by_measured_times_are_refused(met: list[dict[str, Any]]) -> None:
     assert all("follow measured times" in each["adaptive"] for each in met)
     assert met[0]["drafted"] == met[1]["drafted"] == met[0]["plain"] and met[0]["plain"].startswith("[")
     assert all("graphs=True records the steps of one process" in each["graphs"] for each in met)
 
 
+@pytest.mark.together
 def test_files_that_do_not_belong_together_are_refused(met: list[dict[str, Any]]) -> None:
     """Logits were off by as much as they are large, and nothing said so."""
     for each in met:
@@ -82,12 +88,14 @@ def test_files_that_do_not_belong_together_are_refused(met: list[dict[str, Any]]
         assert all("CacheFileError" in told and "does not belong where it is" in told for told in (replaced, reversed_))
 
 
+@pytest.mark.together
 def test_one_plan_is_needed(met: list[dict[str, Any]]) -> None:
     for each in met:
         told = each["other plans"]
         assert "process 0 has 'position @ tokens=20" in told and "process 1 'position @ tokens=21" in told
 
 
+@pytest.mark.together
 def test_bytes_that_another_process_hides_are_found(met: list[dict[str, Any]]) -> None:
     assert [each["hidden"] for each in met] == ["1", "1"]
 
@@ -104,10 +112,12 @@ def test_a_file_is_not_written_over_a_folder(tmp_path: Path) -> None:
         cache.save(tmp_path)
 
 
+@pytest.mark.together
 def test_a_calibration_of_some_heads_is_refused(met: list[dict[str, Any]]) -> None:
     assert all("measured on a model in one process, and 2 share this one" in each["calibrated"] for each in met)
 
 
+@pytest.mark.together
 def test_the_whole_ledger_is_the_sum(met: list[dict[str, Any]]) -> None:
     for each in met:
         total, full, seen, by_layer, by_stage = each["whole"]
