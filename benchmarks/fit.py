@@ -21,11 +21,11 @@ from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
-from kvtailor.fitting.layers.layer_map import solved_plan
+from kvtailor.fitting.layers import solved_plan
 from kvtailor.fitting.result import Fit
 from kvtailor.fitting.run import fit
 from kvtailor.fitting.sizing import Sizer
-from kvtailor.fitting.structure.space import Space
+from kvtailor.fitting.space import Space
 from kvtailor.plan import Plan
 
 CONTEXT = 2048

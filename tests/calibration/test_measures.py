@@ -14,7 +14,7 @@ from kvtailor.calibration.contract import calibrator, kinds
 from kvtailor.calibration.duo import repeated
 from kvtailor.calibration.erank import _Ranks
 from kvtailor.calibration.passages import cut
-from kvtailor.calibration.queries.qfilters import filters_of
+from kvtailor.calibration.qfilters import filters_of
 from kvtailor.calibration.watching import LayerStates, watched
 from kvtailor.errors import KvtailorError, UnknownName
 from kvtailor.hf.make_cache import cache_for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtailor.calibration.relevance_verdict import sentence
+from kvtailor.calibration.relevance import sentence
 
 
 def found(value: float, low: float | None, high: float | None) -> dict[str, float | None]:

@@ -3,7 +3,7 @@
 import pytest
 from tests.support.fitting.small import CONTEXT, pieces, subject
 
-from kvtailor.fitting.layers.layer_map import LayerMap, codec_by_layer, measure_layers, settings, solved_plan
+from kvtailor.fitting.layers import LayerMap, codec_by_layer, measure_layers, settings, solved_plan
 from kvtailor.fitting.measuring import Measurer
 from kvtailor.fitting.sizing import Sizer
 from kvtailor.plan import Plan

@@ -9,9 +9,8 @@ from kvtailor.bench.data.synthetic.documents import SPLITS
 from kvtailor.bench.data.texts import generated_text
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError
-from kvtailor.fitting.material import generated, material_of, named_texts
+from kvtailor.fitting.material import generated, halves, material_of, named_texts
 from kvtailor.fitting.pieces import CONTINUATION, TEXT, Piece
-from kvtailor.fitting.questions_file import halves
 
 CONTEXT = 192
 

@@ -8,12 +8,12 @@ from tests.support.in_process import InProcess
 from kvtailor.bench.data.texts import generated_text
 from kvtailor.bench.measure import machine
 from kvtailor.bench.subject import Subject
-from kvtailor.fitting.layers.layer_map import measure_layers
+from kvtailor.fitting.layers import measure_layers
 from kvtailor.fitting.material import material_of
 from kvtailor.fitting.measuring import Measurer
+from kvtailor.fitting.search import search
 from kvtailor.fitting.sizing import Sizer
-from kvtailor.fitting.structure.search import search
-from kvtailor.fitting.structure.space import Space
+from kvtailor.fitting.space import Space
 
 CONTEXT = 96
 

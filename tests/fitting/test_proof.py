@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvtailor.errors import KvtailorError
-from kvtailor.fitting.judging.verdict import Family, Judged, verdict
+from kvtailor.fitting.verdict import Family, Judged, verdict
 
 WINDOWS = 200
 

@@ -8,13 +8,12 @@ from tests.support.fitting.small import CONTEXT, pieces, subject
 
 from kvtailor.bench.measure import machine
 from kvtailor.bench.schema import read_records
-from kvtailor.fitting.layers.layer_map import PLAIN, LayerMap
+from kvtailor.fitting.layers import PLAIN, LayerMap
 from kvtailor.fitting.measuring import Measured, Measurer
 from kvtailor.fitting.pieces import TEXT
+from kvtailor.fitting.search import Candidate, Searched, search, slow_points, with_slow_points
 from kvtailor.fitting.sizing import Sizer
-from kvtailor.fitting.structure.search import Candidate, Searched, search
-from kvtailor.fitting.structure.slow_scores import slow_points, with_slow_points
-from kvtailor.fitting.structure.space import Space
+from kvtailor.fitting.space import Space
 from kvtailor.plan import Plan, registry
 
 VERSIONS = {"python": "3", "torch": "2", "transformers": "5", "kvtailor": "0", "commit": "abc"}

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvtailor.fitting.layers.solve import Options, solve
+from kvtailor.fitting.layers import Options, solve
 
 
 def tried(options, limit):

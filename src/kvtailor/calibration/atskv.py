@@ -12,9 +12,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtailor.calibration.contract import Calibrator, Job, Made
-from kvtailor.calibration.relevance_examples import Example, Text, as_text, cut_passage, documents_of, examples_of
-from kvtailor.calibration.relevance_training import train
-from kvtailor.calibration.relevance_verdict import KEEPS, RIVALS, of_attention, of_models, sentence
+from kvtailor.calibration.relevance import (
+    KEEPS,
+    RIVALS,
+    Example,
+    Text,
+    as_text,
+    cut_passage,
+    documents_of,
+    examples_of,
+    of_attention,
+    of_models,
+    sentence,
+    train,
+)
 from kvtailor.errors import KvtailorError
 from kvtailor.score.atskv import ATSKV as Scorer
 

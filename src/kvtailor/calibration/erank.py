@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvtailor.allocate.erank import Erank as Allocator
 from kvtailor.calibration.contract import Calibrator, Job, Made
-from kvtailor.calibration.relevance_examples import held_before
+from kvtailor.calibration.relevance import held_before
 from kvtailor.calibration.watching import LayerStates, watched
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.presets import FULL

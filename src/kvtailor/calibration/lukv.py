@@ -27,7 +27,7 @@ from kvtailor.allocate.lukv import RATIOS
 from kvtailor.bench.measure.statistics import mean_difference
 from kvtailor.calibration.contract import Calibrator, Job, Made
 from kvtailor.calibration.passages import Passage
-from kvtailor.calibration.trained.teaching import split
+from kvtailor.calibration.teaching import split
 from kvtailor.calibration.watching import LayerStates, watched
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.run.prefill import prefill

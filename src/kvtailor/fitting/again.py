@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtailor.bench.report.words import byte_text
 from kvtailor.errors import KvtailorError
-from kvtailor.fitting.layers.layer_map import solved_plan
+from kvtailor.fitting.layers import solved_plan
 from kvtailor.fitting.question import Question
 from kvtailor.fitting.result import Fit, FrontPoint
 from kvtailor.fitting.sizing import Sizer

@@ -13,9 +13,9 @@ from kvtailor.bench.measure.statistics import Estimate
 from kvtailor.bench.report.words import byte_text
 from kvtailor.errors import KvtailorError
 from kvtailor.fitting.engines import EngineSetting, nearest_settings
-from kvtailor.fitting.judging.verdict import Family, Judged
-from kvtailor.fitting.layers.layer_map import Additivity, LayerMap
+from kvtailor.fitting.layers import Additivity, LayerMap
 from kvtailor.fitting.question import Question
+from kvtailor.fitting.verdict import Family, Judged
 from kvtailor.ops.files import make_folder, read_text, seal_json, seal_toml, unseal_json, write_whole
 from kvtailor.ops.notebook_html import Share, Shown, Strong, html_block, html_table
 from kvtailor.plan import Plan, registry

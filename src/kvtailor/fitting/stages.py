@@ -28,10 +28,7 @@ from kvtailor.bench.tasks.contract import Task
 from kvtailor.cluster.contract import Executor
 from kvtailor.errors import KvtailorError
 from kvtailor.fitting.effort import Effort
-from kvtailor.fitting.judging.limits import fast_enough, small_enough
-from kvtailor.fitting.judging.proof import judged, proof_tasks, speed_task
-from kvtailor.fitting.judging.verdict import DOABLE, Judged, regret_of_text, verdict
-from kvtailor.fitting.layers.layer_map import (
+from kvtailor.fitting.layers import (
     Additivity,
     LayerMap,
     Solved,
@@ -43,12 +40,13 @@ from kvtailor.fitting.layers.layer_map import (
 from kvtailor.fitting.material import Material
 from kvtailor.fitting.measuring import CalibratedHere, Measured, Measurer, quiet
 from kvtailor.fitting.pieces import TEXT
+from kvtailor.fitting.proof import judged, proof_tasks, speed_task
 from kvtailor.fitting.question import Question
 from kvtailor.fitting.result import Fit, FrontPoint, marked, short_plan
+from kvtailor.fitting.search import Candidate, Searched, search, slow_points, with_slow_points
 from kvtailor.fitting.sizing import Sizer
-from kvtailor.fitting.structure.search import Candidate, Searched, search
-from kvtailor.fitting.structure.slow_scores import slow_points, with_slow_points
-from kvtailor.fitting.structure.space import Space
+from kvtailor.fitting.space import Space
+from kvtailor.fitting.verdict import DOABLE, Judged, fast_enough, regret_of_text, small_enough, verdict
 from kvtailor.ops.files import read_bytes, seal_toml, write_whole
 from kvtailor.plan import Plan
 from kvtailor.presets import FULL

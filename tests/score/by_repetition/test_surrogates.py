@@ -14,12 +14,11 @@ from tests.support.seam.zoo import build, prompts
 import kvtailor
 from kvtailor.bench.data.overlap import read_back
 from kvtailor.calibration.contract import Job
+from kvtailor.calibration.fastkvzip import FastKVzip as Gates
+from kvtailor.calibration.kvzap import KVzap as Networks
+from kvtailor.calibration.kvzap import ridge
 from kvtailor.calibration.passages import cut
-from kvtailor.calibration.trained.fastkvzip import FastKVzip as Gates
-from kvtailor.calibration.trained.kvzap import KVzap as Networks
-from kvtailor.calibration.trained.kvzap import ridge
-from kvtailor.calibration.trained.teaching import Lessons
-from kvtailor.calibration.trained.training import agreement
+from kvtailor.calibration.teaching import Lessons, agreement
 from kvtailor.errors import CalibrationError, KvtailorError
 from kvtailor.hf.versions import hand_cache
 from kvtailor.score.by_repetition.fastkvzip import FastKVzip

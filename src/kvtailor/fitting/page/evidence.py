@@ -10,7 +10,7 @@ from kvtailor.bench.report.pages.html import quoted
 from kvtailor.bench.report.words import byte_text, significant
 from kvtailor.encode.contract import CodecContext
 from kvtailor.errors import KvtailorError
-from kvtailor.fitting.layers.layer_map import PLAIN, LayerMap
+from kvtailor.fitting.layers import PLAIN, LayerMap
 from kvtailor.fitting.page.reads import Answer
 from kvtailor.fitting.page.words import DASH, cell, head, percent, section, table
 from kvtailor.plan import Plan

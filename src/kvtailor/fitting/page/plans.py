@@ -11,9 +11,9 @@ from typing import Any
 from kvtailor.bench.report.pages.browser.pareto import short_name
 from kvtailor.bench.report.pages.html import quoted
 from kvtailor.bench.report.words import byte_text, milliseconds, significant
-from kvtailor.fitting.judging.verdict import Family, Judged
 from kvtailor.fitting.page.reads import Answer, Measurement
 from kvtailor.fitting.page.words import ORIGINS, cell, ends, head, interval, percent, table
+from kvtailor.fitting.verdict import Family, Judged
 from kvtailor.ops.sizes import bytes_of, write_bytes
 from kvtailor.presets import FULL
 

@@ -10,9 +10,9 @@ from typing import Protocol
 
 from kvtailor.bench.measure.statistics import Estimate
 from kvtailor.fitting.engines import EngineSetting
-from kvtailor.fitting.judging.verdict import Judged
-from kvtailor.fitting.layers.layer_map import Additivity, LayerMap
+from kvtailor.fitting.layers import Additivity, LayerMap
 from kvtailor.fitting.question import Question
+from kvtailor.fitting.verdict import Judged
 
 __all__ = ["Answer", "Measurement"]
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, mse_loss
 
 from kvtailor.calibration.contract import Calibrator, Job, Made
-from kvtailor.calibration.trained.teaching import Lessons, lessons_of, split
-from kvtailor.calibration.trained.training import STEPS_TOLD, Networks, judged, scales, train
+from kvtailor.calibration.teaching import STEPS_TOLD, Lessons, Networks, judged, lessons_of, scales, split, train
 from kvtailor.score.by_repetition.kvzip_plus import KVzipPlus
 
 __all__ = ["KVzap"]

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
 from kvtailor.calibration.contract import Calibrator, Job, Made
-from kvtailor.calibration.trained.teaching import lessons_of, split
-from kvtailor.calibration.trained.training import STEPS_TOLD, Networks, judged, scales, train
+from kvtailor.calibration.teaching import STEPS_TOLD, Networks, judged, lessons_of, scales, split, train
 from kvtailor.score.by_repetition.fastkvzip import FastKVzip as Scorer
 from kvtailor.score.by_repetition.fastkvzip import gated
 from kvtailor.score.kvzip import KVzip

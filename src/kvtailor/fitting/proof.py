@@ -1,7 +1,7 @@
 """Stage 3: the best few against the best presets, on text and on task families that the search never saw.
 
 Everything here is measured by the bench's own tasks, `perplexity`, `needle` and `speed`, with all of their sanity
-checks; the user's own questions by `damage`. `judging.verdict` has the rule that names the plan.
+checks; the user's own questions by `damage`. `verdict` has the rule that names the plan.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tasks.speed import Speed
 from kvtailor.fitting.damage import Damage
-from kvtailor.fitting.judging.verdict import Family, Judged
 from kvtailor.fitting.material import Material
 from kvtailor.fitting.pieces import CONTINUATION
+from kvtailor.fitting.verdict import Family, Judged
 from kvtailor.plan import Plan
 from kvtailor.presets import FULL
 

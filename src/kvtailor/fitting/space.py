@@ -20,7 +20,7 @@ from typing import Any
 import optuna
 
 from kvtailor.errors import PlanError
-from kvtailor.fitting.layers.layer_map import PLAIN, LayerMap, solved_plan
+from kvtailor.fitting.layers import PLAIN, LayerMap, solved_plan
 from kvtailor.fitting.sizing import Sizer
 from kvtailor.plan import Plan, registry
 from kvtailor.presets import FULL

@@ -1,1 +1,0 @@
-"""Kinds of calibration that are statistics of queries."""

@@ -1,1 +1,0 @@
-"""Kinds of calibration that train networks on what a repetition of the context finds."""
