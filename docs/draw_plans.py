@@ -16,6 +16,7 @@ import matplotlib.pyplot as plt
 from matplotlib.transforms import Bbox
 
 from kvtailor.bench.report import summarise
+from kvtailor.bench.report.front import pareto
 from kvtailor.bench.report.rows import Row
 from kvtailor.bench.schema import read_records
 
@@ -34,7 +35,7 @@ def main() -> None:
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "kvtailor", "font.family": "sans-serif"})
     rows = [row for row in summarise(read_records(Path(sys.argv[1]))).rows if row.loss is not None and row.ratio]
     rows = [row for row in rows if not row.is_full]
-    front = {row.label for row in _front(rows)}
+    front = {row.label for row in pareto(rows)}
     figure, axes = plt.subplots(figsize=(8.6, 4.9))
     axes.set_xscale("log")
     axes.set_xlim(12, 46)
@@ -101,15 +102,6 @@ def _name(row: Row) -> str:
     ):
         name = name.replace(long, short)
     return name.replace("))", ")")
-
-
-def _front(rows: list[Row]) -> list[Row]:
-    """Those of which no other has fewer bytes and loses less."""
-    found: list[Row] = []
-    for row in sorted(rows, key=lambda row: (row.ratio or 0, row.loss.value if row.loss else 0)):
-        if not found or (row.loss and found[-1].loss and row.loss.value < found[-1].loss.value):
-            found.append(row)
-    return found
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtailor.bench.measure.statistics import Estimate
+from kvtailor.bench.report.front import front_of
 from kvtailor.bench.report.words import byte_text
 from kvtailor.errors import KvtailorError
 from kvtailor.fitting.engines import EngineSetting, nearest_settings
@@ -251,13 +252,12 @@ def _judged(found: dict[str, Any]) -> Judged:
 
 def marked(points: Sequence[FrontPoint]) -> tuple[FrontPoint, ...]:
     """Return points from the fewest bytes up, each with whether no other has fewer bytes and loses less."""
-    ordered = sorted(points, key=lambda each: (each.bytes, each.loss.value))
-    found, least = [], float("inf")
-    for each in ordered:
-        best = each.loss.value < least
-        least = min(least, each.loss.value)
-        found.append(replace(each, best=best))
-    return tuple(found)
+    best = {id(each) for each in front_of(points, _place)}
+    return tuple(replace(each, best=id(each) in best) for each in sorted(points, key=_place))
+
+
+def _place(point: FrontPoint) -> tuple[float, float]:
+    return point.bytes, point.loss.value
 
 
 def short_plan(text: str) -> str:

@@ -9,7 +9,8 @@ from tests.support.bench.made_records import whole_run
 
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.charts.heat import HeatCell, heat_map
-from kvtailor.bench.report.pages.page import page, pareto
+from kvtailor.bench.report.front import pareto
+from kvtailor.bench.report.pages.page import page
 
 LONG = "snapkv(window=16) + adakv + kivi(bits=4, recent=32) @ "
 QUESTIONS = """

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import random
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -16,8 +17,9 @@ from kvtailor.bench.report import summarise
 from kvtailor.bench.report.charts.bars import Bar, bars
 from kvtailor.bench.report.charts.heat import HeatCell, heat_map
 from kvtailor.bench.report.charts.svg import Line, Mark, lines, scatter, ticks
+from kvtailor.bench.report.front import front_of, pareto
 from kvtailor.bench.report.pages.files import texts
-from kvtailor.bench.report.pages.page import page, pareto
+from kvtailor.bench.report.pages.page import page
 from kvtailor.bench.report.pages.style import COLOURS, DARK, LIGHT
 from kvtailor.bench.report.tables.grid import Cell, Grid, as_csv, as_latex, as_markdown
 from kvtailor.bench.report.tables.tables import main_grid
@@ -344,6 +346,18 @@ def test_the_front_has_no_plan_that_another_beats_in_both():
     assert [row.label for row in front] == ["snapkv @ keep=0.25", "full"]
     worse = scored("worse", [1.5] * 6, 26, 260)
     assert [row.label for row in pareto(summarise([*RECORDS, worse]).rows)] == ["snapkv @ keep=0.25", "full"]
+
+
+@pytest.mark.parametrize("state", range(20))
+def test_the_front_is_what_no_other_point_beats(state):
+    chance = random.Random(state)
+    places = [(chance.randrange(6), chance.randrange(6)) for _ in range(chance.randrange(12))]
+    beaten = [
+        any(a <= x and b <= y and (a, b) != (x, y) for a, b in places) or (x, y) in places[:i]
+        for i, (x, y) in enumerate(places)
+    ]
+    wanted = sorted(place for place, worse in zip(places, beaten, strict=True) if not worse)
+    assert front_of(places, lambda place: place) == wanted
 
 
 @pytest.mark.parametrize("span", [(0, 1), (0, 0.0031), (-3.2, 118), (0, 0), (0, 1e6)])

@@ -10,6 +10,7 @@ from html import escape
 from kvtailor.bench.measure.statistics import Estimate
 from kvtailor.bench.report.charts.bars import Bar, bars
 from kvtailor.bench.report.charts.svg import Line, Mark, lines, scatter
+from kvtailor.bench.report.front import front_of
 from kvtailor.bench.report.pages.html import behind
 from kvtailor.bench.report.pages.style import COLOURS
 from kvtailor.bench.report.points import Series, base, series_of
@@ -18,7 +19,7 @@ from kvtailor.bench.report.tables.quality import NATS, Measure, Score
 from kvtailor.bench.report.words import byte_text, byte_unit, milliseconds, significant
 from kvtailor.bench.schema import Record
 
-__all__ = ["Drawn", "MOST_DRAWN", "against_memory", "colour", "every_task", "figure", "front_of", "legible", "times"]
+__all__ = ["Drawn", "MOST_DRAWN", "against_memory", "colour", "every_task", "figure", "legible", "times"]
 
 MOST_DRAWN = 16
 """Plans in a small chart; of more lines than that no eye can follow one."""
@@ -56,7 +57,7 @@ def legible(plans: Sequence[Row], front: Sequence[Row]) -> list[Row]:
 
     Args:
         plans: in the order of their numbers.
-        front: from `pages.page.pareto`.
+        front: from `front.pareto`.
     """
     if len(plans) <= MOST_DRAWN:
         return list(plans)
@@ -81,16 +82,6 @@ def figure(title: str, picture: str, note: str = "") -> str:
     """A picture with its title above it."""
     small = f"<small>{escape(note)}</small>" if note else ""
     return f"<figure><figcaption>{escape(title)}{small}</figcaption>{picture}</figure>"
-
-
-def front_of(marks: Sequence[Mark], *, lower_is_better: bool) -> list[Mark]:
-    """The marks that no other beats in x (fewer is better) and y at once, from left to right."""
-    sign = 1.0 if lower_is_better else -1.0
-    found: list[Mark] = []
-    for mark in sorted(marks, key=lambda mark: (mark.x, sign * mark.y)):
-        if not found or sign * mark.y < sign * found[-1].y:
-            found.append(mark)
-    return found
 
 
 def against_memory(drawn: Drawn, measures: Sequence[Measure]) -> Iterator[str]:
@@ -152,7 +143,7 @@ def _scatter(
     unit, size = byte_unit(max(each[0] for each in found))
     marks = [_mark(drawn, each, axis, size) for each in found]
     # The front is that of all plans, and all of it is drawn.
-    front = front_of(marks, lower_is_better=lower)
+    front = front_of(marks, lambda mark: (mark.x, mark.y if lower else -mark.y))
     shown = {drawn.numbers[row.plan_hash] for row in drawn.few} | {mark.number for mark in front}
     marks = [mark for mark in marks if mark.number in shown]
     yield figure(title, scatter(marks, x=f"bytes held, {unit}", y=axis, title=title, front=front, zero=zero), note)

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvtailor.bench.report.charts.charts import Drawn, front_of
+from kvtailor.bench.report.charts.charts import Drawn
 from kvtailor.bench.report.charts.svg import Mark, scatter
+from kvtailor.bench.report.front import front_of
 from kvtailor.bench.report.pages.browser.pareto import short_name
 from kvtailor.bench.report.rows import Row
 from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure
@@ -49,6 +50,7 @@ class Losses:
         full: bytes of the uncompressed cache.
         tokens: that it held; None where no record has them.
         found: of the plans with bytes and a loss.
+        front: plan hashes of those that no other beats in bytes and loss, from few bytes to many, 'full' among them.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Losses:
     full: int
     tokens: int | None
     found: tuple[Loss, ...] = field(default_factory=tuple)
+    front: tuple[str, ...] = ()
 
 
 def losses(drawn: Drawn, measures: Sequence[Measure]) -> list[Losses]:
@@ -123,13 +126,23 @@ def _losses(drawn: Drawn, name: str, axis: str, unit: str, found: Sequence[Loss]
     heaviest = max(weighed, key=lambda record: record.bytes_full or 0)
     if not heaviest.bytes_full:
         return None
-    return Losses(name=name, axis=axis, unit=unit, full=heaviest.bytes_full, tokens=heaviest.tokens_seen, found=finite)
+    whole = [row.plan_hash for row in drawn.plans if row.is_full]
+    places = [(each.share, each.value, each.row.plan_hash) for each in finite] + [(1.0, 0.0, plan) for plan in whole]
+    return Losses(
+        name=name,
+        axis=axis,
+        unit=unit,
+        full=heaviest.bytes_full,
+        tokens=heaviest.tokens_seen,
+        found=finite,
+        front=tuple(plan for *_, plan in front_of(places, lambda each: each[:2])),
+    )
 
 
 def picture(drawn: Drawn, asked: Losses) -> str:
     """Return the chart as it stands where no script runs, as SVG."""
-    marks = [
-        Mark(
+    marks = {
+        each.row.plan_hash: Mark(
             x=100 * each.share,
             y=each.value,
             low=each.low,
@@ -141,20 +154,19 @@ def picture(drawn: Drawn, asked: Losses) -> str:
             behind=drawn.behind(each.keys),
         )
         for each in asked.found
-    ]
+    }
     full = next(row for row in drawn.plans if row.is_full)
-    marks.append(
-        Mark(
-            x=100.0,
-            y=0.0,
-            label=full.label,
-            number=drawn.numbers[full.plan_hash],
-            hover="loses nothing",
-            kind=drawn.kinds[full.plan_hash],
-        )
+    marks[full.plan_hash] = Mark(
+        x=100.0,
+        y=0.0,
+        label=full.label,
+        number=drawn.numbers[full.plan_hash],
+        hover="loses nothing",
+        kind=drawn.kinds[full.plan_hash],
     )
     axis = f"bytes held, % of the uncompressed {byte_text(asked.full)}"
-    return scatter(marks, x=axis, y=asked.axis, title=asked.name, front=front_of(marks, lower_is_better=True))
+    front = [marks[plan] for plan in asked.front]
+    return scatter(list(marks.values()), x=axis, y=asked.axis, title=asked.name, front=front)
 
 
 def chart_data(drawn: Drawn, asked: Sequence[Losses]) -> dict[str, object]:
@@ -178,6 +190,7 @@ def chart_data(drawn: Drawn, asked: Sequence[Losses]) -> dict[str, object]:
                 "full": each.full,
                 "full_text": byte_text(each.full),
                 "tokens": each.tokens,
+                "front": [drawn.numbers[plan] for plan in each.front],
                 "points": list(_points(drawn, each)),
             }
             for each in asked

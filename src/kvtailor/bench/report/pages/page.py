@@ -12,6 +12,7 @@ from kvtailor.bench.report.charts.charts import Drawn, against_memory, colour, e
 from kvtailor.bench.report.charts.losses import Losses, chart_data, losses
 from kvtailor.bench.report.charts.maps import budgets, needles
 from kvtailor.bench.report.charts.sweeps import along, by_layer
+from kvtailor.bench.report.front import pareto
 from kvtailor.bench.report.machines import hardware_text, versions_text
 from kvtailor.bench.report.pages.browser.pareto import embedded
 from kvtailor.bench.report.pages.choice import choice, filter_alone
@@ -25,7 +26,7 @@ from kvtailor.bench.report.tables.grid import Grid
 from kvtailor.bench.report.tables.tables import main_grid, quality_grid, task_grids
 from kvtailor.bench.schema import Record
 
-__all__ = ["page", "pareto"]
+__all__ = ["page"]
 
 
 class Section(NamedTuple):
@@ -84,20 +85,6 @@ def page(
         f"<body><main>{_top(named, records, summary)}{_contents(parts)}{''.join(_missing(summary))}"
         f"{''.join(map(_shown, parts))}</main>{data}<script>{scripts}</script></body></html>\n"
     )
-
-
-def pareto(rows: Sequence[Row]) -> list[Row]:
-    """The plans that no other beats in bytes and in loss at once, from few bytes to many."""
-    judged = sorted(
-        (row for row in rows if row.ratio is not None and row.loss is not None),
-        key=lambda row: (row.ratio or 0.0, row.loss.value if row.loss else 0.0),
-    )
-    found: list[Row] = []
-    for row in judged:
-        assert row.loss is not None
-        if not found or (found[-1].loss is not None and row.loss.value < found[-1].loss.value):
-            found.append(row)
-    return found
 
 
 _FRONT = (

@@ -101,17 +101,6 @@ function lossText(value) {
   return value < 0 ? `−${text}` : text;
 }
 
-/** The points that no other beats in bytes and in loss, from the fewest bytes up: `pareto` and `marked` in Python. */
-function frontOf(points) {
-  const found = [];
-  let least = Infinity;
-  for (const point of [...points].sort((a, b) => a.share - b.share || a.loss - b.loss)) {
-    if (point.loss < least) found.push(point);
-    least = Math.min(least, point.loss);
-  }
-  return found;
-}
-
 const meet = (a, b) => Math.max(0, Math.min(a[2], b[2]) - Math.max(a[0], b[0])) *
   Math.max(0, Math.min(a[3], b[3]) - Math.max(a[1], b[1]));
 
@@ -137,11 +126,12 @@ function placed(text, x, y, frame, solid, thin, strong) {
  * Draws the points into an svg, and returns where each is.
  *
  * A point has `number`, `name`, `plan`, `kind` (class of its colour), `shape`, `share` (of the uncompressed bytes),
- * `loss`, `low`, `high` (null without an interval) and `described` (all of it in words).
+ * `loss`, `low`, `high` (null without an interval), `best` (it is on the front of all plans: Python says so) and
+ * `described` (all of it in words).
  *
  * @param svg an element that is as wide as the page lets it be; what is in it is replaced.
  * @param data `points`: all that a filter may leave; `full`, `full_text`: bytes of the uncompressed cache; `whole`:
- *   whether that one was measured too, so that it is on the front; `axis`, `axis_short`: what the loss is; `log`:
+ *   whether that one is on the front too; `axis`, `axis_short`: what the loss is; `log`:
  *   'always', or 'needed' for logarithmic axes only where a linear one would not show the points; `limit`,
  *   `limit_text`, `loss_limit`: bounds to draw, null without; `plan`: the plan that is ringed, null for none.
  * @param points those that are shown.
@@ -218,7 +208,8 @@ function drawChart(svg, data, points, picked, memory) {
     thin.push([left, y - 1.5, right, y + 1.5]);
   }
 
-  const end = {share: 1, loss: 0}, front = frontOf(data.whole ? [...points, end] : points);
+  const end = {share: 1, loss: 0, best: data.whole};
+  const front = [...points, end].filter(point => point.best).sort((a, b) => a.share - b.share || a.loss - b.loss);
   if (front.length) {
     let path = `M${across.at(front[0].share)},${up.at(front[0].loss)}`;
     front.forEach((point, index) => {

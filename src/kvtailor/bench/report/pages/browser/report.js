@@ -163,11 +163,12 @@
     let current = asked[0] ?? null, choice = null, left = new Set(plans.map(plan => plan.number));
 
     function chartOf(each) {
+      const front = new Set(each.front);
       const points = each.points.map(([number, bytes, bytes_text, share, loss, low, high]) => {
         const plan = planOf.get(number), text = lossWords({loss, low, high});
         const held = `${bytes_text}, ${+(100 * share).toPrecision(3)} % of the uncompressed`;
         return {
-          number, plan: number, name: plan.name, label: plan.label, kind: plan.kind, bytes, share, loss, low, high, held,
+          number, plan: number, name: plan.name, label: plan.label, kind: plan.kind, bytes, share, loss, low, high, held, best: front.has(number),
           shape: plan.kind.includes('again') ? 'square' : 'circle',
           lost: `${text} ${each.unit}`,
           described: `${number}: ${plan.label}. ${held}; loss ${text} ${each.unit}`,
@@ -175,7 +176,7 @@
       });
       const unit = each.unit.startsWith('points') ? 'points lost' : each.unit.startsWith('of') ? 'score lost' : each.axis;
       return {
-        ...each, points, whole: true, log: 'needed', limit: null, loss_limit: null, plan: null,
+        ...each, points, whole: plans.some(plan => plan.whole && front.has(plan.number)), log: 'needed', limit: null, loss_limit: null, plan: null,
         title: `bytes against loss in ${each.name}; arrow keys go from plan to plan`,
         axis: each.axis, axis_short: unit,
       };
@@ -185,7 +186,7 @@
       const words = find.value.toLowerCase().split(/\s+/).filter(Boolean);
       const wanted = new Set(boxes.filter(each => each.checked).map(each => each.value));
       const front = current && frontOnly.checked ?
-        new Set(frontOf([...current.points, {share: 1, loss: 0}]).map(point => point.number)) : null;
+        new Set(current.points.filter(point => point.best).map(point => point.number)) : null;
       // 'full' is what all are measured against: words and the front leave it.
       left = new Set(plans.filter(plan => wanted.has(plan.number) && (plan.whole ||
         words.every(word => plan.label.toLowerCase().includes(word)) && (!front || front.has(plan.number)))).map(
