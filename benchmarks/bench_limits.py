@@ -36,9 +36,8 @@ from kvtailor.bench.checks import Fraud, findings
 from kvtailor.bench.contestant import OTHER_ATTENTION, OWN, Contestant
 from kvtailor.bench.measure.machine import describe
 from kvtailor.bench.runner import contestants_of, run
-from kvtailor.bench.subject import Subject
+from kvtailor.bench.subject import Subject, plans_at_whole_budget
 from kvtailor.bench.tasks.perplexity import Perplexity, score_window
-from kvtailor.bench.whole_budget import plans_at_whole_budget
 
 HONEST = (
     "streaming @ keep=0.5",

@@ -18,8 +18,7 @@ from tests.support.bench.toy import PLACE, TOY, install, write_task
 
 from kvtailor.bench.build import SettingsError, make_task
 from kvtailor.bench.data.texts import generated_text
-from kvtailor.bench.declared import found_kinds
-from kvtailor.bench.kinds import KINDS, measure_faults, setting_faults
+from kvtailor.bench.kinds import KINDS, found_kinds, measure_faults, setting_faults
 from kvtailor.bench.measure import machine
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.pages.files import texts

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from tests.support.bench.made_records import whole_run
 
-from kvtailor.bench.record_sums import check_sums
-from kvtailor.bench.schema import Record, RecordError, read_records
+from kvtailor.bench.schema import Record, RecordError, check_sums, read_records
 from kvtailor.cli.report import write
 
 

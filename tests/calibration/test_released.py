@@ -17,7 +17,7 @@ from tests.support.seam.zoo import prompts
 import kvtailor
 from kvtailor.calibration.released import import_released
 from kvtailor.cli.calibrate import command
-from kvtailor.cli.words.calibration import lines_of
+from kvtailor.cli.words.plan import lines_of
 from kvtailor.errors import CalibrationError, UnknownName
 from kvtailor.hf.versions import hand_cache
 from kvtailor.score.by_keys.qfilters import QFilters

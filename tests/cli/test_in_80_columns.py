@@ -17,8 +17,8 @@ from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.cli import _verbs, main
 from kvtailor.cli.bench import command as bench
-from kvtailor.cli.words.groups import GroupedCommand
 from kvtailor.cli.words.lines import columns, wrapped
+from kvtailor.cli.words.options import GroupedCommand
 
 VERBS = [[verb] for verb in _verbs()]
 HELP = [[], *VERBS]

@@ -12,7 +12,7 @@ from tests.support.seam.zoo import build, held_columns, prompts
 
 import kvtailor
 from kvtailor.allocate.uniform import Uniform
-from kvtailor.bench.whole_budget import plans_at_whole_budget
+from kvtailor.bench.subject import plans_at_whole_budget
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan, parse

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import TierError
-from kvtailor.store.deflate import inflated
 from kvtailor.store.offload.folder import Folder
-from kvtailor.store.segment_file import SegmentFile
+from kvtailor.store.segment_file import SegmentFile, inflated
 
 TENSORS = {
     "a": torch.arange(63 * 5, dtype=torch.int32).view(63, 5),

@@ -35,7 +35,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "hf/load_saved.py": "`load_cache` tells it with the name of the file",
         "hf/saved_ranks.py": "`load_cache` tells it with the name of the file",
         "hf/layers/states.py": "`load_cache` tells it with the name of the file",
-        "hf/images/rope_deltas.py": "`load_cache` tells it with the name of the file",
+        "hf/images.py": "`load_cache` tells it with the name of the file",
     },
     "TypeError": {**_INSIDE, "plan/arguments.py": "a value that is not of an annotation, caught by who asked"},
     "RuntimeError": {"ops/cpu": "kernels that were refused by torch's pool, which is a fault of ours"},

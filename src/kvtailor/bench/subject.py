@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,17 +22,18 @@ from kvtailor.bench.data.overlap import Calibrated, read_back
 from kvtailor.calibration_file import Calibration
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.cache_dtype import dtype_of_caches, stored_dtype
+from kvtailor.hf.model.devices import local_part
 from kvtailor.hf.model.fingerprint import fingerprint
 from kvtailor.hf.model.processes import started
-from kvtailor.hf.model.sharded import local_part
 from kvtailor.hf.model.vocabulary import check_characters, check_ids, token_rows
 from kvtailor.hf.versions import hand_cache, read_cache
 from kvtailor.ledger import storage_bytes
+from kvtailor.plan import Plan
 
 if TYPE_CHECKING:
     from kvtailor.plan import Plan
 
-__all__ = ["Prefills", "Subject", "Tokens", "hash_of"]
+__all__ = ["Prefills", "Subject", "Tokens", "at_whole_budget", "hash_of", "plans_at_whole_budget"]
 
 _UNREAD = f"unread-{secrets.token_hex(8)}"
 
@@ -74,7 +75,7 @@ class Subject:
             `hf.versions` found.
         tokenizer: called as transformers' tokenizers are; None where no task needs text.
         make_cache: (model, plan in one line) -> cache; None: `kvtailor.cache_for`.
-        whole_budget: the plans that a plan becomes where it may keep and read everything, see `bench.whole_budget`;
+        whole_budget: the plans that a plan becomes where it may keep and read everything, see `plans_at_whole_budget`;
             None: kvtailor's own where `make_cache` is kvtailor's; else no plan is tried.
         loadable: another process can load the same model by `name`, dtype and device.
         trained: its answers mean something; the bench asks an untrained model for costs alone.
@@ -301,8 +302,6 @@ class Subject:
             return tuple(Contestant(label=label, text=line, hash=f"whole {line}") for line in lines)
         if self.make_cache is not None or contestant.plan is None:
             return ()
-        from kvtailor.bench.whole_budget import at_whole_budget
-
         plans = at_whole_budget(contestant.plan)
         return tuple(Contestant(label=label, text=str(each), hash=f"whole {each}", plan=each) for each in plans)
 
@@ -469,4 +468,36 @@ def _byte_ends(text: str, ends: Sequence[int]) -> tuple[int, ...]:
         size += len(text[at:end].encode()) if end > at else 0
         at = max(at, end)
         found.append(size)
+    return tuple(found)
+
+
+_ALL_TOKENS = 2**40
+
+
+def plans_at_whole_budget(text: str) -> tuple[str, ...]:
+    """Return what `at_whole_budget` makes of a plan in one line, each in one line.
+
+    Raises:
+        PlanError: `text` is no plan.
+    """
+    return tuple(str(each) for each in at_whole_budget(Plan.parse(text)))
+
+
+def at_whole_budget(plan: Plan) -> tuple[Plan, ...]:
+    """Return what a plan becomes where it may keep and read everything; nothing where it does so anyway.
+
+    Its way to evict (score, allocate, select) is tried at keep=1.0 without its codec, which may lose something by
+    itself, and without a selector that drops tokens of its own accord. A way to read that has a budget in tokens is
+    tried with one that no text fills, on its own codec, which it needs for its pages; any other goes with the way to
+    evict.
+    """
+    found = []
+    if plan.evicts:
+        whole = Plan(score=plan.score, allocate=plan.allocate, slack=plan.slack, keep=1.0)
+        whole = replace(whole, select=plan.select) if plan.select.exact else whole
+        reads = plan.attend.needs_codec is None and not plan.attend.has_token_budget
+        found.append(replace(whole, attend=plan.attend) if reads else whole)
+    attend: Any = plan.attend
+    if plan.attend.has_token_budget:
+        found.append(Plan(encode=plan.encode, attend=replace(attend, tokens=_ALL_TOKENS)))
     return tuple(found)

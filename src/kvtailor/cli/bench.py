@@ -34,12 +34,8 @@ from kvtailor.cli.machine_share import WAITING
 from kvtailor.cli.report import LEAVE_OUT
 from kvtailor.cli.suite_time import MEASURED, say_estimate, say_time_of
 from kvtailor.cli.torchrun import under_torchrun
-from kvtailor.cli.words.dtypes import dtype_options
-from kvtailor.cli.words.groups import GroupedCommand
-from kvtailor.cli.words.lines import say
-from kvtailor.cli.words.margins import margin_options, margins_of
-from kvtailor.cli.words.sharing import share_option
-from kvtailor.cli.words.stopped import kept_in, stopped
+from kvtailor.cli.words.lines import kept_in, say, stopped
+from kvtailor.cli.words.options import GroupedCommand, dtype_options, margin_options, margins_of, share_option
 from kvtailor.presets import FULL
 
 if TYPE_CHECKING:

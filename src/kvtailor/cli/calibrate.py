@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvtailor.cli.words.dtypes import dtype_options
-from kvtailor.cli.words.lines import say
-from kvtailor.cli.words.stopped import stopped
+from kvtailor.cli.words.lines import say, stopped
+from kvtailor.cli.words.options import dtype_options
 
 if TYPE_CHECKING:
     from kvtailor.calibration_file import Calibration
@@ -85,7 +84,7 @@ def command(
     from kvtailor.calibration.contract import calibrator
     from kvtailor.calibration.released import import_released
     from kvtailor.calibration.run import calibrate
-    from kvtailor.cli.words.calibration import about
+    from kvtailor.cli.words.plan import about
     from kvtailor.errors import KvtailorError
 
     console = Console(stderr=True, highlight=False)
@@ -137,7 +136,7 @@ def _read(path: Path) -> str:
 
 
 def _say(made: Calibration, out: Path) -> None:
-    from kvtailor.cli.words.calibration import lines_of
+    from kvtailor.cli.words.plan import lines_of
     from kvtailor.plan.grammar import write_settings
 
     say(f"{out}, {out.stat().st_size:,} bytes")

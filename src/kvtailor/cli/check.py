@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtailor.cli.words.budget import ELEMENT_SIZES, budget_notes, element_of
-from kvtailor.cli.words.dtypes import CACHE_DTYPE_HELP
-from kvtailor.cli.words.groups import GroupedCommand
-from kvtailor.cli.words.lines import say
-from kvtailor.cli.words.margins import ABOVE_0
+from kvtailor.cli.words.budget import ELEMENT_SIZES, budget_notes, element_of, reachable, say_reachable
+from kvtailor.cli.words.lines import kept_in, say, stopped
+from kvtailor.cli.words.options import ABOVE_0, CACHE_DTYPE_HELP, GroupedCommand
 from kvtailor.cli.words.plan import read_plan
-from kvtailor.cli.words.reach import reachable, say_reachable
-from kvtailor.cli.words.stopped import kept_in, stopped
 
 if TYPE_CHECKING:
     from kvtailor.hf.model.geometry import Geometry
@@ -193,7 +189,7 @@ def _measure(
 
 def _against(plan: Plan | None, geometry: Geometry, model: str) -> tuple[list[str], list[str]]:
     """Faults and notes of a plan on a model."""
-    from kvtailor.cli.words.calibration import read_by
+    from kvtailor.cli.words.plan import read_by
     from kvtailor.hf.layers.of_cache import plan_misfits
     from kvtailor.hf.model.key_bias import said_without_weights
 

@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtailor.cli.words.dtypes import dtype_options
-from kvtailor.cli.words.groups import GroupedCommand
-from kvtailor.cli.words.lines import columns, python_lines, say, wrapped
-from kvtailor.cli.words.sharing import share_option
-from kvtailor.cli.words.stopped import kept_in, stopped
+from kvtailor.cli.words.lines import columns, kept_in, python_lines, say, stopped, wrapped
+from kvtailor.cli.words.options import GroupedCommand, dtype_options, share_option
 from kvtailor.fitting.effort import EFFORTS
 
 if TYPE_CHECKING:

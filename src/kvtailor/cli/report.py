@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvtailor.cli.words.lines import say
-from kvtailor.cli.words.margins import margin_options, margins_of
+from kvtailor.cli.words.options import margin_options, margins_of
 from kvtailor.errors import KvtailorError
 
 if TYPE_CHECKING:

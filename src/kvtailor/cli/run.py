@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvtailor.cli.torchrun import under_torchrun
-from kvtailor.cli.words.dtypes import dtype_options
+from kvtailor.cli.words.options import dtype_options
 
 if TYPE_CHECKING:
     from kvtailor.bench.contestant import Contestant
@@ -133,8 +133,8 @@ def generate(
     from kvtailor.bench.measure.cache_fields import weigh
     from kvtailor.hf.model.processes import same_seed
     from kvtailor.hf.model.vocabulary import check_ids
+    from kvtailor.hf.run.arguments import left_out
     from kvtailor.hf.run.prefill import begin as read_twice
-    from kvtailor.hf.run.words import left_out
     from kvtailor.hf.versions import hand_cache
 
     check_ids(subject.model, prompt)
@@ -267,7 +267,7 @@ def command(
     from kvtailor.bench.subject import Subject
     from kvtailor.errors import KvtailorError
     from kvtailor.hf.model.processes import started
-    from kvtailor.hf.run.words import check_config, told
+    from kvtailor.hf.run.arguments import check_config, told
 
     console = Console(stderr=True, highlight=False)
     try:

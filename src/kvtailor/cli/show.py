@@ -71,8 +71,8 @@ def command(
     once, and rows to be equally long.
     Times come from the rates that you give, and without them there are none.
     """
-    from kvtailor.cli.words.calibration import about as describe
-    from kvtailor.cli.words.calibration import read_by
+    from kvtailor.cli.words.plan import about as describe
+    from kvtailor.cli.words.plan import read_by
     from kvtailor.plan.check import BUDGETS
 
     parsed, named = read_plan(plan), _named(" ".join(plan))
@@ -308,7 +308,7 @@ def _forecast(
     step_ms: float | None,
     rows: int,
 ) -> dict[str, Any]:
-    from kvtailor.cli.words.tier import forecast, say_forecast
+    from kvtailor.cli.words.budget import forecast, say_forecast
     from kvtailor.ops.sizes import bytes_of
 
     try:
@@ -324,7 +324,7 @@ def _forecast(
 
 
 def _say_files(word: str, found: Sequence[Calibration], model: str | None) -> None:
-    from kvtailor.cli.words.calibration import lines_of
+    from kvtailor.cli.words.plan import lines_of
     from kvtailor.hf.model.config import RANDOM_SHAPES
 
     if model in RANDOM_SHAPES and not found:

@@ -24,7 +24,7 @@ from kvtailor.errors import CacheMisuse
 from kvtailor.hf.assisted import prompt_of_caller
 from kvtailor.hf.attention import NAME
 from kvtailor.hf.handed import CLOCK
-from kvtailor.hf.images.rope_deltas import RopeDeltas
+from kvtailor.hf.images import RopeDeltas
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.rope_border import RopeBorder
 from kvtailor.hf.progress import (

@@ -18,7 +18,7 @@ from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs.forward import lend_forward, obstacle_of_forward
 from kvtailor.hf.graphs.obstacles import check_processes, checked_recorder, obstacle
 from kvtailor.hf.graphs.replayed_cache import ReplayedCache
-from kvtailor.hf.images.rope_deltas import RopeDeltas
+from kvtailor.hf.images import RopeDeltas
 from kvtailor.hf.minimax import cache_class
 from kvtailor.hf.model.attending.latents import LatentOutput, projections_of
 from kvtailor.hf.model.attending.softmax import check_plan_softmax, softmax_before

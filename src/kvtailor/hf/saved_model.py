@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtailor.hf.model.fingerprint import config_values, rotary_frequencies, weight_fingerprint
 from kvtailor.hf.model.geometry import Geometry
-from kvtailor.hf.model.shapes.layer_shapes import LayerShape
+from kvtailor.hf.model.layer_shapes import LayerShape
 
 __all__ = ["differences", "said_of_geometry", "said_of_model"]
 

@@ -4,12 +4,16 @@ The file is `KVTSEG01`, the header's length and CRC-32 (little-endian, 4 bytes e
 name, dtype, shape and first byte of each tensor, the size and CRC-32 of what follows, and what the writer adds), zeros
 up to a multiple of 4096 bytes, and the tensors. It is written under another name, synced, and renamed.
 
-Where tensors are deflated (`store/deflate.py`), each place lies right behind the one before, coded or, where that would
-make it no smaller, as it is; the header then also has the length of each in the file and of all. The CRC-32 is of what
-lies in the file.
+Where tensors are deflated, each place lies right behind the one before, coded or, where that would make it no smaller,
+as it is; the header then also has the length of each in the file and of all. The CRC-32 is of what lies in the file.
 
 Its bytes shall not stay in memory a second time, so the kernel drops them from its page cache (`POSIX_FADV_DONTNEED`)
 after writing and after each reading.
+
+A tensor's bytes are made smaller without loss (`deflate`), and back. The coder is DEFLATE, from the standard library's
+zlib: every Python has it, it is the coder of arXiv 2511.01815, and it makes codes and floats of a cache about as much
+smaller as slower ones. The first bytes of all elements come first, then the second ones, and so on: what a float's
+exponents have in common is found so.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -32,10 +37,9 @@ from kvtailor.errors import TierError
 from kvtailor.ops.cpu.checksum import crc32
 from kvtailor.ops.files import free_space, sync_folder, write_all
 from kvtailor.ops.segments.packed import Packing
-from kvtailor.store.deflate import deflated, inflated
 from kvtailor.store.offload.folder import PARTIAL, Folder
 
-__all__ = ["SegmentFile"]
+__all__ = ["SegmentFile", "deflated", "inflated"]
 
 _MAGIC = b"KVTSEG01"
 _PAGE = 4096
@@ -234,3 +238,36 @@ def _unlink(path: Path, process: int) -> None:
     if os.getpid() == process:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+# The fastest: of what a cache of `demo` holds, level 6 leaves 0.2 to 3.5 % less and takes 1.1 to 4.8 times as long.
+_LEVEL = 1
+_RAW, _MEMORY = -15, 9
+
+
+def deflated(piece: Tensor, element_size: int) -> bytes | None:
+    """The coded bytes of a piece (n,) uint8 on the CPU of so many bytes to an element; None: they would be no fewer."""
+    coder = zlib.compressobj(_LEVEL, zlib.DEFLATED, _RAW, _MEMORY)
+    data = coder.compress(_apart(piece, element_size).numpy().data) + coder.flush()
+    return data if len(data) < piece.numel() else None
+
+
+def inflated(data: Tensor, piece: Tensor, element_size: int) -> bool:
+    """Fill a piece (n,) uint8 with what `deflated` had coded as `data` (k,) uint8; False: that are no such bytes."""
+    coder = zlib.decompressobj(_RAW)
+    try:
+        found = coder.decompress(data.numpy().data, piece.numel())
+        # What is left may be the end mark alone, which gives nothing more.
+        more = coder.decompress(coder.unconsumed_tail, 1)
+    except zlib.error:
+        return False
+    if more or len(found) != piece.numel() or not coder.eof or coder.unused_data:
+        return False
+    planes = numpy.frombuffer(found, numpy.uint8).reshape(element_size, -1)
+    numpy.copyto(piece.numpy().reshape(-1, element_size), planes.T)
+    return True
+
+
+def _apart(piece: Tensor, element_size: int) -> Tensor:
+    """The bytes with the first ones of all elements before all second ones."""
+    return piece if element_size == 1 else piece.view(-1, element_size).t().contiguous().view(-1)

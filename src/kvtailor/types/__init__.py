@@ -6,12 +6,11 @@ Shape letters, used everywhere and nowhere else:
 """
 
 from kvtailor.types.coordinates import Coordinates, PickedChannels
-from kvtailor.types.evidence import Moments, Needs, Rotation
+from kvtailor.types.evidence import Moments, Needs, Repetition, Rotation
 from kvtailor.types.head_share import ALL_HEADS, HeadShare
 from kvtailor.types.held import Held
 from kvtailor.types.key_offset import KeyOffset
 from kvtailor.types.lanes import Layout
-from kvtailor.types.repetition import Repetition
 from kvtailor.types.segment_view import Lift, SegmentView
 from kvtailor.types.segments import PlainSegment, Segment
 from kvtailor.types.softmax import PLAIN_SOFTMAX, Softmax

@@ -8,10 +8,9 @@ from kvtailor import cache_for
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import OWN
 from kvtailor.bench.runner import contestants_of, run
-from kvtailor.bench.subject import Subject
+from kvtailor.bench.subject import Subject, plans_at_whole_budget
 from kvtailor.bench.tasks.fidelity import Fidelity
 from kvtailor.bench.tasks.perplexity import Perplexity
-from kvtailor.bench.whole_budget import plans_at_whole_budget
 from kvtailor.errors import KvtailorError
 
 SIZES = {"text": "n", "source": "numbers", "context": 50, "continuation": 20, "windows": 5, "least_distinct": 0.0}

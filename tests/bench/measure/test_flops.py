@@ -15,8 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kvtailor.attend.contract import FlopsRequest
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.measure.flops import Work, count, prefill_flops, token_flops
-from kvtailor.bench.measure.weights import Weights
+from kvtailor.bench.measure.flops import Weights, Work, count, prefill_flops, token_flops
 from kvtailor.bench.subject import Subject
 from kvtailor.encode.hadamard import Hadamard
 from kvtailor.encode.kivi import Kivi

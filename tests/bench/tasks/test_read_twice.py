@@ -13,8 +13,7 @@ import kvtailor
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.data.synthetic.documents import make_document
 from kvtailor.bench.data.texts import generated_text
-from kvtailor.bench.measure.flops import Weights, count, prefill_flops
-from kvtailor.bench.measure.flops_repeat import repetition_flops
+from kvtailor.bench.measure.flops import Weights, count, prefill_flops, repetition_flops
 from kvtailor.bench.runner import contestants_of, run
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.fidelity import Fidelity

@@ -17,9 +17,8 @@ from kvtailor.bench.runner import contestants_of, run
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.suite.cells import Asked, Cell
-from kvtailor.bench.suite.lists import everything
 from kvtailor.bench.suite.run import prepare
-from kvtailor.bench.suite.suite import Suite, read_suite
+from kvtailor.bench.suite.suite import Suite, everything, read_suite
 from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tasks.speed import Speed

@@ -17,9 +17,8 @@ from transformers.models.llama import modeling_llama
 
 import kvtailor
 from kvtailor.errors import UnsupportedModel
-from kvtailor.hf.model import geometry, probe
+from kvtailor.hf.model import geometry, layer_shapes, probe
 from kvtailor.hf.model.modules import attending_by_source
-from kvtailor.hf.model.shapes import layer_shapes
 from kvtailor.hf.versions import CACHE_ARGUMENTS, hand_cache
 from tests.support.every_model.build import NotBuilt, build
 from tests.support.every_model.judge import WORKS, error, judge

@@ -16,8 +16,8 @@ from kvtailor.allocate.uniform import Uniform
 from kvtailor.cli import main
 from kvtailor.errors import KvtailorError, PlanError
 from kvtailor.hf.model.geometry import Geometry
-from kvtailor.hf.sizes.evictions import Evictions
 from kvtailor.hf.sizes.largest import largest_tokens, least_size
+from kvtailor.hf.sizes.simulate import Evictions
 from kvtailor.hf.sizes.size import forecast_size
 from kvtailor.plan import Plan
 

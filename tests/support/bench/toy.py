@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtailor.bench import tasks
-from kvtailor.bench.declared import found_kinds
-from kvtailor.bench.kinds import KINDS
+from kvtailor.bench.kinds import KINDS, found_kinds
 
 _DOCUMENT = Path(__file__).parents[3] / "docs" / "bench.md"
 _EXAMPLE = re.compile(r"<!-- task: (\S+) -->\n```python\n(.*?)```", re.DOTALL)

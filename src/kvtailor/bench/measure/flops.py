@@ -1,7 +1,7 @@
 """Analytic arithmetic: what a model and a method must compute, from shapes and from what a cache really held.
 
-A multiply-add is two floating-point operations. With P the weights that one token multiplies (embedding rows that are
-looked up are none), d the size of a head and q the query heads:
+A multiply-add is two floating-point operations. With P the weights that one token multiplies (counted from the
+model's own modules; embedding rows that are looked up are none), d the size of a head and q the query heads:
 
 - a decoded token: 2 P + the sum over layers and kv heads of 4 d g * tokens read (g = q / kv heads);
 - a prefill of n tokens: 2 n P, the output head once (logits of the last token only), + for each layer 2 q d n**2, the
@@ -10,11 +10,13 @@ looked up are none), d the size of a head and q the query heads:
 Norms, activations, rotations and the model's own softmax are left out, as is usual: they are small, and no method
 changes them. What a method adds is counted apart, by what its parts declare (`Scorer.flops` and its like), over the
 tokens that a real cache held at each step. Where a part declares nothing, the sum is None.
+
+What repeating a context costs, for plans that read it twice, is counted from shapes in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,18 +25,83 @@ from torch import Tensor, nn
 
 from kvtailor.attend.contract import AttentionContext, FlopsRequest
 from kvtailor.bench.contestant import Contestant
-from kvtailor.bench.measure.flops_repeat import repetition_flops, twice_pairs
-from kvtailor.bench.measure.weights import Weights
 from kvtailor.bench.subject import Subject
 from kvtailor.engine.state import LayerState
 from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.model.geometry import Geometry
+from kvtailor.hf.run.prefill import instruction_of, repetitions
 from kvtailor.ops.dispatch import MOST_QUERIES
 from kvtailor.plan import Plan
 from kvtailor.types import Needs, Segment
 
-__all__ = ["Work", "count", "prefill_flops", "token_flops"]
+__all__ = ["Weights", "Work", "count", "prefill_flops", "repetition_flops", "token_flops", "twice_pairs"]
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Weights that one token multiplies.
+
+    Attributes:
+        body: of all layers; of experts, those that a token is sent to.
+        head: of the output head.
+    """
+
+    body: int
+    head: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Weights | None:
+        """Counted from the model's own modules; None where it has matrices whose use is not known.
+
+        A linear layer counts by its sizes, so that packed (quantised) weights count as what they stand for. Of a
+        mixture of experts counts the share of experts that a token is sent to, by its config.
+        """
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        if head is None or _size_of(head) is None:
+            return None
+        experts, chosen = _first_of(model, _EXPERTS), _first_of(model, _CHOSEN)
+        every = shared_out = 0
+        for name, module in model.named_modules():
+            if module is head or isinstance(module, nn.Embedding):
+                continue
+            size = _size_of(module)
+            if size is not None:
+                if experts and ".experts." in name:
+                    shared_out += size
+                else:
+                    every += size
+                continue
+            for what, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 1 or what.endswith("bias"):
+                    continue
+                if parameter.shape[0] != experts or parameter.ndim > 3:
+                    return None
+                if parameter.ndim == 2:
+                    every += parameter.numel()
+                else:
+                    shared_out += parameter.numel()
+        if shared_out and not (experts and chosen):
+            return None
+        return cls(body=every + (shared_out // experts * chosen if experts and chosen else 0), head=_size_of(head) or 0)
+
+
+def _first_of(model: Any, names: Sequence[str]) -> int | None:
+    config = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if config is not None else None
+    found = (getattr(text, name, None) for name in names)
+    return next((int(value) for value in found if value), None)
+
+
+def _size_of(module: Any) -> int | None:
+    """Weights of a linear layer; None for any other module."""
+    if isinstance(module, nn.Linear):
+        return module.in_features * module.out_features
+    # transformers' name for a linear layer that stores its matrix the other way round.
+    return int(module.weight.numel()) if type(module).__name__ == "Conv1D" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,3 +323,44 @@ def _sum(parts: Iterable[int | None]) -> int | None:
             return None
         total += part
     return total
+
+
+def twice_pairs(tokens: int, window: int | None) -> int:
+    """Twice the (query, key) pairs of a causal prompt, its diagonal counted half: n**2, less what a window hides."""
+    hidden = 0 if window is None else max(0, tokens - window)
+    return tokens**2 - hidden**2
+
+
+def repetition_flops(
+    weights: Weights, geometry: Geometry, cache: Any, tokenizer: Any, *, rows: int, tokens: int
+) -> int:
+    """Operations of the passes that repeat `rows` contexts of `tokens` tokens; 0 for a plan that reads once.
+
+    A pass of t new tokens after n is a prefill of n + t less one of n. Then, for each layer that sees all, each query
+    head and each new token, 2 d + 4 for every sink, token of the piece and earlier new token: its logit, and its
+    softmax (less the maximum, exponential, sum, division); the highest probability is chosen for nothing. Where a plan
+    takes gradients, each pass is run once more and then backward: as much again for what multiplies weights, whose own
+    gradients are not taken, and twice as much for attention, which has two factors.
+    """
+    engine = getattr(cache, "engine", None)
+    how = None if engine is None else engine.needs.reconstruction
+    if how is None or not geometry.compressed:
+        return 0
+    context, words = torch.zeros((1, tokens), dtype=torch.int64), instruction_of(tokenizer)
+    total = 0
+    for piece, new in repetitions(context, None, words, how, geometry.max_positions):
+        t, known = new.shape[1], piece.columns[0].numel()
+        known += int((piece.sinks[0] < piece.columns[0][0]).sum())
+        attention = sum(
+            s.q_heads
+            * (s.key_size + s.value_size)
+            * (twice_pairs(tokens + t, s.window) - twice_pairs(tokens, s.window))
+            for s in geometry.shapes
+            if s.kv_heads
+        )
+        total += 2 * (weights.body * t + weights.head) + attention
+        if how.graded:
+            total += 2 * (2 * weights.body * t + weights.head) + 3 * attention
+        looked_at = (2 * t * known + twice_pairs(t, None)) // 2
+        total += len(geometry.compressed) * geometry.q_heads * looked_at * (2 * geometry.head_dim + 4)
+    return rows * total

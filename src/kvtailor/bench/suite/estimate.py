@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtailor.bench.measure.flops import prefill_flops
-from kvtailor.bench.measure.flops_repeat import twice_pairs
+from kvtailor.bench.measure.flops import Weights, prefill_flops, twice_pairs
 from kvtailor.bench.measure.machine import matmul_flops, read_bandwidth
-from kvtailor.bench.measure.weights import Weights
 from kvtailor.bench.runner import Job
 from kvtailor.bench.suite.run import Prepared
 from kvtailor.bench.tasks.contract import Demand

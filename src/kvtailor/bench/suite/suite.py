@@ -23,13 +23,20 @@
 Tables without `columns` have those at the top of the file. A plan may have `share=0.25` as its budget: the largest
 `keep=` whose cache takes a quarter of the uncompressed bytes after as many tokens as the setting `context` says, which
 `bench.suite.fitted` finds for a model before a run and writes below `[fitted.MODEL]`. `[leaderboard]` asks for a page
-that ranks the rows of all tables at equal bytes; `bench.suite.leaderboard` has its keys.
+that ranks the rows of all tables at equal bytes; `Leaderboard` has its keys.
 
-`{scorers}`, `{allocators}` and `{evicting}` (presets) are lists of all that are there, as `bench.suite.lists` finds
-them. A cell takes its keys from its column and its row (the row goes before): `plan`, `task`, `value`, and where it
-compares `shows` ("ratio", or "change" in per cent) and `against` (a plan; 'full' where it is not given). For `value`
-see `bench.suite.cells.Cell.measure`. Other keys of a row are variables. One run measures every task once, for the plans
-of the cells that show it.
+`{scorers}`, `{allocators}` and `{evicting}` (presets) are lists of all that are there, as a plan writes them. A cell
+takes its keys from its column and its row (the row goes before): `plan`, `task`, `value`, and where it compares `shows`
+("ratio", or "change" in per cent) and `against` (a plan; 'full' where it is not given). For `value` see
+`bench.suite.cells.Cell.measure`. Other keys of a row are variables. One run measures every task once, for the plans of
+the cells that show it.
+
+Below `[leaderboard]` stand the budgets at which plans are ranked, and when a task says nothing:
+
+    title = "..."
+    budgets = [0.5, 0.25]      # shares of the uncompressed bytes
+    tolerance = 0.02           # a plan fits a budget whose bytes exceed it by no more than this part of it
+    least_right = 0.5          # a task says nothing where 'full' itself is right less often
 """
 
 from __future__ import annotations
@@ -37,7 +44,8 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +53,13 @@ from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.resources import CellResources, read_resources
 from kvtailor.bench.suite.cells import Cell, Table, check_keys, tables_of
-from kvtailor.bench.suite.leaderboard import Leaderboard, read_leaderboard
-from kvtailor.bench.suite.lists import everything
 from kvtailor.errors import KvtailorError, PlanError, UnknownName, suggest
 from kvtailor.ops.files import read_toml
 from kvtailor.plan import registry
 from kvtailor.plan.check import SETTINGS
 from kvtailor.plan.grammar import Word, read_line
 
-__all__ = ["DEFAULT", "Suite", "SuiteError", "read_suite", "suites"]
+__all__ = ["DEFAULT", "Leaderboard", "Suite", "SuiteError", "everything", "read_leaderboard", "read_suite", "suites"]
 
 DEFAULT = "default"
 _HOME = Path(__file__).parents[2] / "suites"
@@ -356,3 +362,77 @@ def _typed(raw: Mapping[str, Any], key: str, kind: type, default: Any, faults: l
 
 def _last(model: str) -> str:
     return model.rstrip("/").rsplit("/", 1)[-1].lower()
+
+
+@cache
+def everything() -> dict[str, list[str]]:
+    """The lists by the name that a suite writes: `{scorers}`, `{allocators}`, `{evicting}`.
+
+    A method is there under its name, or as its first example where its name alone is not enough. The allocator of plans
+    that name none is not among them: it is what a plan without one does.
+    """
+    return {
+        "scorers": _words("score"),
+        "allocators": _words("allocate"),
+        "evicting": [name for name, preset in registry.presets().items() if "score" in preset.plan],
+    }
+
+
+def _words(stage: str) -> list[str]:
+    examples = {name: getattr(registry.load(stage, name), "examples", ()) for name in registry.methods(stage)}
+    return [some[0] if some else name for name, some in examples.items() if name != registry.null(stage)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaderboard:
+    """How the rows of a suite's tables are ranked.
+
+    Attributes:
+        title: of the page.
+        budgets: shares of the uncompressed bytes, from many to few.
+        tolerance: a plan fits a budget where its bytes are at most `1 + tolerance` times that share.
+        least_right: share of right answers that 'full' must reach in a task, else no plan is judged by it.
+    """
+
+    title: str
+    budgets: tuple[float, ...]
+    tolerance: float = 0.02
+    least_right: float = 0.5
+
+    def budget_of(self, share: float) -> float | None:
+        """Return the smallest budget that a share of the bytes fits; None where it fits none."""
+        return min((each for each in self.budgets if share <= each * (1 + self.tolerance)), default=None)
+
+
+def read_leaderboard(raw: Mapping[str, Any], faults: list[str]) -> Leaderboard | None:
+    """The leaderboard as a suite writes it; None where it asks for none, or has a fault.
+
+    Args:
+        raw: the table `[leaderboard]`; empty where there is none.
+        faults: what is wrong is added here, a sentence each.
+    """
+    if not raw:
+        return None
+    known = [field.name for field in fields(Leaderboard)]
+    found = [f"leaderboard has the unknown key {key!r}{suggest(key, known)}" for key in raw if key not in known]
+    title, budgets = raw.get("title"), raw.get("budgets")
+    if not isinstance(title, str) or not title:
+        found.append("leaderboard has no title: write one")
+    if not _are_shares(budgets) or list(budgets or ()) != sorted(set(budgets or ()), reverse=True):
+        found.append(f"leaderboard: budgets is {budgets!r}: give shares above 0 and below 1, from many to few")
+    for name in ("tolerance", "least_right"):
+        if name in raw and not _is_share(raw[name]):
+            found.append(f"leaderboard: {name} is {raw[name]!r}: give a number from 0 to below 1")
+    faults += found
+    if found:
+        return None
+    numbers = {name: float(raw[name]) for name in ("tolerance", "least_right") if name in raw}
+    return Leaderboard(title=str(title), budgets=tuple(map(float, raw["budgets"])), **numbers)
+
+
+def _are_shares(budgets: object) -> bool:
+    return isinstance(budgets, Sequence) and bool(budgets) and all(_is_share(each) and each > 0 for each in budgets)
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1

@@ -1,4 +1,7 @@
-"""Lines that fit a terminal: sentences are wrapped at its width, and what cannot be parted stays whole."""
+"""Lines that fit a terminal: sentences are wrapped at its width, and what cannot be parted stays whole.
+
+What Ctrl-C leaves is one of them: one sentence, and no traceback.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,15 @@ import shutil
 import sys
 import textwrap
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
 import kvtailor
 
-__all__ = ["columns", "formatted_warning", "python_lines", "say", "wrapped"]
+__all__ = ["columns", "formatted_warning", "kept_in", "python_lines", "say", "stopped", "wrapped"]
 
 _LEAST = 40
 _PACKAGE = Path(kvtailor.__file__).parent
@@ -90,3 +95,34 @@ def formatted_warning(
     most = columns(err=True)
     lines = f"warning: {message}".split("\n")
     return "\n".join(each if most is None else wrapped(each, most) for each in lines) + "\n"
+
+
+_BY_INTERRUPT = 130
+
+
+@contextmanager
+def stopped(sentence: Callable[[], str]) -> Iterator[None]:
+    """Turn Ctrl-C within into a sentence on standard error and exit status 130.
+
+    Args:
+        sentence: says what is kept; it is called when Ctrl-C comes.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"Stopped. {sentence()}", err=True)
+        raise SystemExit(_BY_INTERRUPT) from None
+
+
+def kept_in(folder: Path | None) -> str:
+    """Return what becomes of records that a run has written to a folder; None: it has none."""
+    from kvtailor.bench.measure import machine
+
+    if folder is None:
+        return "Nothing is kept: with --out FOLDER the same command goes on where it was."
+    if str(machine.versions()["commit"]).endswith("-dirty"):
+        return (
+            f"What was measured stays in {folder}, but the same command measures anew: files of this checkout of "
+            "kvtailor are changed and not committed."
+        )
+    return f"What was measured stays in {folder}, and the same command goes on there."

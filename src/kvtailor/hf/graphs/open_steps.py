@@ -2,32 +2,36 @@
 
 A plain forward of a decoded token is answered by a replayed step (`Replay`), of which the cache itself knows nothing
 until the steps *land*. So whatever else reads or changes the cache lands them first (`replayed_cache`), and whatever
-this module does not understand is a plain forward, counted with its reason.
+this module does not understand is a plain forward, counted with its reason. Whether a forward was asked for a plain
+decoded token is read from its arguments.
+
+A recorded step holds the addresses of weights and what Python did at the time: which modules ran, in which mode, with
+which hooks. So before each replay these are compared, by identity; no number of a device is read.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_all
 from transformers.utils import ModelOutput
 
 from kvtailor.engine import rollback
 from kvtailor.engine.phase import Compressing
 from kvtailor.hf.attention import NAME
-from kvtailor.hf.graphs.asked import DecodedToken, decoded_token
 from kvtailor.hf.graphs.counts import ReplayCounts
-from kvtailor.hf.graphs.marks_of_model import MarksOfModel, autocast_modes, has_hooks
 from kvtailor.hf.graphs.obstacles import obstacle_of_parts
 from kvtailor.hf.graphs.replay import Recorder, Replay
 from kvtailor.hf.progress import Alone
-from kvtailor.hf.versions import CACHE_ARGUMENT, hand_cache
+from kvtailor.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS, hand_cache
 from kvtailor.types.late_checks import read_flag
 
-__all__ = ["OpenSteps"]
+__all__ = ["DecodedToken", "MarksOfModel", "OpenSteps", "autocast_modes", "decoded_token", "has_hooks"]
 
 # The first step of a recording is run as it is, and recording takes about as long as another: fewer steps gain nothing.
 _WORTH_RECORDING = 3
@@ -279,3 +283,123 @@ def _kind_of(output: Any) -> type[Any] | None:
     if not isinstance(output, ModelOutput) or {name for name, each in output.items() if each is not None} != _OF_LOGITS:
         return None
     return type(output)
+
+
+_TENSORS = ("input_ids", "attention_mask", "position_ids")
+# A value with which each of these changes nothing about the logits of one token.
+_WITHOUT_EFFECT: Mapping[str, Sequence[object]] = {
+    "use_cache": (None, True),
+    "return_dict": (None, True),
+    "logits_to_keep": (0, 1),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodedToken:
+    """One new token of each row.
+
+    Attributes:
+        tokens: (b, 1) int64.
+        positions: (b or 1, 1) at which they stand.
+        mask: (b, columns) of all that was seen and these tokens, 0 for padding; None: nothing is padding.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    mask: Tensor | None
+
+
+def decoded_token(args: Sequence[Any], given: Mapping[str, Any], device: torch.device) -> DecodedToken | str:
+    """Return the decoded token for which a model was called, or why the call is none, in words.
+
+    Nothing on the device is read. Whatever is not known here is a reason: the list of what is known is closed.
+
+    Args:
+        args: of the call, by position.
+        given: of the call, by name.
+        device: of the model.
+    """
+    if args:
+        return "arguments came by position"
+    for name, value in given.items():
+        if name in _TENSORS or name in CACHE_ARGUMENTS:
+            continue
+        allowed = _WITHOUT_EFFECT.get(name, (None,))
+        # By type as well: 1 equals True, and a tensor equals nothing that could be looked at without a wait.
+        if not any(type(value) is type(each) and value == each for each in allowed):
+            return f"{name} was given" if value is not None else f"{name} was None"
+    tokens, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        return "there were no input_ids (b, t)"
+    if tokens.shape[1] != 1:
+        return "a prompt, a turn or a draft of several tokens"
+    if not isinstance(positions, Tensor):
+        return "there were no position_ids"
+    if positions.ndim != 2 or positions.shape[0] not in (1, tokens.shape[0]) or positions.shape[1] != 1:
+        return "position_ids were not (b, 1)"
+    if tokens.is_floating_point() or positions.is_floating_point():
+        return "input_ids or position_ids were no integers"
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        return "attention_mask was not (b, columns)"
+    if any(each is not None and each.device != device for each in (tokens, mask, positions)):
+        return "input lay on another device than the model"
+    return DecodedToken(tokens=tokens, positions=positions, mask=mask)
+
+
+_PARTS = ("_modules", "_parameters", "_buffers")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_OWN_ADDRESS = (Tensor, nn.Parameter, nn.Buffer)
+
+
+class MarksOfModel:
+    """What a recorded step takes for granted of a model.
+
+    Args:
+        model: a module, now.
+    """
+
+    def __init__(self, model: nn.Module):
+        modules = list(model.modules())
+        self._hooks = [getattr(module, name) for module in modules for name in _HOOKS]
+        self._dicts = [getattr(module, name) for module in modules for name in _PARTS]
+        self._names = [(names, name) for names in self._dicts for name in names]
+        # A part whose forward is replaced, by a kernel or by a hook of accelerate.
+        self._names += [(vars(module), "forward") for module in modules]
+        self._sizes = [len(names) for names in self._dicts]
+        self._found = [names.get(name) for names, name in self._names]
+        # Tensors of other classes, as quantised weights are, have no address of their own, and are replaced whole.
+        self._tensors = [each for each in self._found if type(each) in _OWN_ADDRESS]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._modules = modules
+        self._modes = self._modes_now()
+
+    def hold(self) -> bool:
+        """Whether the model is as it was, and runs in the same modes."""
+        return (
+            not any(self._hooks)
+            and not has_hooks_of_all()
+            and [len(names) for names in self._dicts] == self._sizes
+            and all(names.get(name) is found for (names, name), found in zip(self._names, self._found, strict=True))
+            and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+            and self._modes_now() == self._modes
+        )
+
+    def _modes_now(self) -> tuple[object, ...]:
+        return [module.training for module in self._modules], autocast_modes(), torch.is_inference_mode_enabled()
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Whether hooks of forwards are registered on a model or a part of it, or on all modules."""
+    return has_hooks_of_all() or any(getattr(module, name) for module in model.modules() for name in _HOOKS)
+
+
+def has_hooks_of_all() -> bool:
+    """Whether hooks of forwards are registered on all modules."""
+    return bool(hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks)
+
+
+def autocast_modes() -> tuple[bool, ...]:
+    """Whether autocast is on, for the CPU and for CUDA."""
+    return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))

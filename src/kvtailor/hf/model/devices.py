@@ -2,6 +2,8 @@
 
 accelerate's hooks (`device_map`) move what goes into a module to the module's device, and bring weights that wait
 elsewhere ("meta" until then) there for the time of its forward.
+
+Parameters may be sharded over processes by transformers (torch's `DTensor`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from kvtailor.errors import UnsupportedModel
 
-__all__ = ["aligned", "input_device", "named_values", "runs_on", "uncompiled"]
+__all__ = ["aligned", "input_device", "local_part", "named_values", "runs_on", "uncompiled", "whole"]
 
 
 def runs_on(module: nn.Module) -> torch.device:
@@ -100,3 +102,15 @@ def _hooks(module: nn.Module) -> list[Any]:
 def _waiting(hook: Any) -> Mapping[str, Tensor] | None:
     found: Mapping[str, Tensor] | None = getattr(hook, "weights_map", None)
     return found
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """Return a parameter as one process would hold it; collective where it is sharded."""
+    gather = getattr(parameter, "full_tensor", None)
+    return parameter if gather is None else gather()
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """Return what this process holds of a parameter; all of it where it is not sharded."""
+    own = getattr(parameter, "to_local", None)
+    return parameter if own is None else own()

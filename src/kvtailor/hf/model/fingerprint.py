@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from kvtailor.hf.model.devices import named_values, uncompiled
-from kvtailor.hf.model.sharded import whole
+from kvtailor.hf.model.devices import named_values, uncompiled, whole
 from kvtailor.types.late_checks import sent
 
 __all__ = ["config_values", "fingerprint", "remembered_fingerprint", "rotary_frequencies", "weight_fingerprint"]

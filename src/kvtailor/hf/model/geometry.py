@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from kvtailor.errors import UnsupportedModel
+from kvtailor.hf.model.layer_shapes import LayerShape, has_indexer, layer_config, layer_shapes, unknown_kinds
 from kvtailor.hf.model.modules import attending_by_source
 from kvtailor.hf.model.probe import Attending, probed
-from kvtailor.hf.model.shapes.layer_shapes import LayerShape, has_indexer, layer_config, layer_shapes, unknown_kinds
 
 __all__ = ["Geometry", "check", "refusal"]
 

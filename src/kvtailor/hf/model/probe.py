@@ -30,7 +30,7 @@ from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.layers.products import operands
 from kvtailor.hf.mask import LazyMask, lazy_mask
 from kvtailor.hf.model.attending.softmax import softmax_of
-from kvtailor.hf.model.shapes.layer_shapes import layer_shapes
+from kvtailor.hf.model.layer_shapes import layer_shapes
 from kvtailor.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS
 
 __all__ = ["Attending", "probed"]

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvtailor.errors import UnsupportedModel
-from kvtailor.hf.model.devices import aligned
-from kvtailor.hf.model.sharded import local_part, whole
+from kvtailor.hf.model.devices import aligned, local_part, whole
 
 __all__ = ["OutputProjection", "check_projections", "output_layer", "output_weight"]
 

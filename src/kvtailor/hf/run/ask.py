@@ -22,9 +22,9 @@ from kvtailor.hf.load_saved import load_cache
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.vocabulary import check_ids
+from kvtailor.hf.run.arguments import in_one_answer, words_of
 from kvtailor.hf.run.chat import Prompt
 from kvtailor.hf.run.prefill import begin, prefill
-from kvtailor.hf.run.words import in_one_answer, words_of
 from kvtailor.hf.saved_ranks import shards_of
 from kvtailor.hf.saving import save
 from kvtailor.hf.versions import CACHE_ARGUMENTS, hand_cache

@@ -17,7 +17,7 @@ from kvtailor.errors import ArgumentError, CacheMisuse, PlanError, UnknownName, 
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs.obstacles import check_processes
 from kvtailor.hf.graphs.replaying import ReplayingReader
-from kvtailor.hf.images.placeholders import check_text
+from kvtailor.hf.images import check_text
 from kvtailor.hf.model.cache_dtype import stored_dtype
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.geometry import Geometry
@@ -25,9 +25,9 @@ from kvtailor.hf.model.loading import load
 from kvtailor.hf.model.rope_border import check_border
 from kvtailor.hf.model.tensor_parallel import RankHeads, share_of, told_by_first
 from kvtailor.hf.model.vocabulary import check_ids
+from kvtailor.hf.run.arguments import OF_CACHES, check_config, check_no_template, file_of, known_words, own_words
 from kvtailor.hf.run.reader import CacheReader
 from kvtailor.hf.run.sharing import can_follow, can_remake, keep_queries
-from kvtailor.hf.run.words import OF_CACHES, check_config, check_no_template, file_of, known_words, own_words
 from kvtailor.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from kvtailor.ops.notebook_html import html_block, html_table
 from kvtailor.plan import Plan

@@ -19,7 +19,7 @@ from kvtailor.engine.reading import ReconstructionPass
 from kvtailor.errors import ArgumentError, CacheMisuse
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.handed import check_seen
-from kvtailor.hf.images.placeholders import check_inputs, check_text
+from kvtailor.hf.images import check_inputs, check_text
 from kvtailor.hf.layers.of_cache import states_kept
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.mask import lazy_mask

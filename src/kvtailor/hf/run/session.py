@@ -17,8 +17,8 @@ from kvtailor.hf.handed import check_seen
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.rope_border import check_border
 from kvtailor.hf.model.vocabulary import check_ids
+from kvtailor.hf.run.arguments import words_of
 from kvtailor.hf.run.prefill import begin, instruction_of, prefill, read
-from kvtailor.hf.run.words import words_of
 from kvtailor.hf.switch import attention_restored
 from kvtailor.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS, find_cache, hand_cache, rename_cache
 from kvtailor.plan import Plan
@@ -90,7 +90,7 @@ class Session:
         Raises:
             ArgumentError: the ids are no tensor.
             UnknownName: neither `generate` nor the model takes such an argument.
-            CacheMisuse: what was asked cannot go with a cache of ours, see `hf.run.words`; or a used cache was given,
+            CacheMisuse: what was asked cannot go with a cache of ours (`hf.run.arguments`); or a used cache was given,
                 and the ids are not those of the conversation that it has seen the beginning of, see
                 `KvCache.check_ids`. New ids alone are taken where an attention_mask covers the tokens seen as well.
                 Or a cache was given by both names.

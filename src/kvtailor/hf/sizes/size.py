@@ -1,4 +1,9 @@
-"""How many bytes a cache will hold at a length, before any run: closed forms where they are exact, bounds elsewhere."""
+"""How many bytes a cache will hold at a length, before any run: closed forms where they are exact, bounds elsewhere.
+
+Beside tokens these are what layers remember for a plan's methods (queries, sums over queries, what an attention
+carries), and what a plan with another tier holds (headers, padding, and copies on the device; where the tier packs what
+it holds, that is less than nothing at the least). Where the bytes are not known exactly, sentences say why.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +15,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvtailor.attend.contract import Attention
 from kvtailor.calibration_file import calibrated
 from kvtailor.encode.by_age import ByAge
 from kvtailor.encode.contract import Codec, CodecContext
 from kvtailor.engine.budget import waiting_tokens
 from kvtailor.errors import ArgumentError, PlanError
 from kvtailor.hf.layers.of_cache import plan_misfits
-from kvtailor.hf.sizes.ages import BytesByAge
 from kvtailor.hf.sizes.bounds import NOTHING, Bounds, summed
-from kvtailor.hf.sizes.evictions import Evictions
-from kvtailor.hf.sizes.layer import LayerForecast, Whole
-from kvtailor.hf.sizes.observed import carried_bytes, evidence_bytes
-from kvtailor.hf.sizes.reasons import reasons_of
+from kvtailor.hf.sizes.layer import BytesByAge, LayerForecast, Whole
 from kvtailor.hf.sizes.segments import SegmentBytes
-from kvtailor.hf.sizes.simulate import Holding, Unit, gone_through
-from kvtailor.hf.sizes.tiers import tier_bytes
+from kvtailor.hf.sizes.simulate import Evictions, Holding, Unit, gone_through
 from kvtailor.ops.notebook_html import Share, Shown, html_block, html_table
 from kvtailor.ops.sizes import binary
 from kvtailor.plan.arguments import with_nested
-from kvtailor.types import Rotation
+from kvtailor.plan.registry import name_of
+from kvtailor.store.tiered import Tiered
+from kvtailor.types import Needs, Rotation
 
 if TYPE_CHECKING:
     from kvtailor.hf.model.geometry import Geometry
-    from kvtailor.hf.model.shapes.layer_shapes import LayerShape
+    from kvtailor.hf.model.layer_shapes import LayerShape
     from kvtailor.plan import Plan
 
-__all__ = ["CacheSize", "forecast_size"]
+__all__ = ["CacheSize", "carried_bytes", "evidence_bytes", "forecast_size", "keeps_queries", "reasons_of", "tier_bytes"]
 
 # Tokens and rows whose bytes no number here outgrows.
 _MOST = 10**9
@@ -377,3 +380,156 @@ def _stand_in(plan: Plan, geometry: Geometry) -> Mapping[str, Tensor] | None:
         )
         found |= {name: each[:1].expand(len(geometry.compressed), *each.shape[1:]) for name, each in made.items()}
     return found or None
+
+
+def keeps_queries(plan: Plan) -> bool:
+    """Return whether queries stay once a token was decoded, because a later eviction or encoding may need them."""
+    return plan.slack_tokens is not None or plan.encode.needs.window > 0
+
+
+def evidence_bytes(
+    plan: Plan, shape: LayerShape, *, rows: int, element_size: int, context: int, new_tokens: int, readers: int
+) -> Bounds:
+    """Return the bytes of one layer's evidence, without the mass and the scores of single tokens (`observe`).
+
+    Args:
+        plan: whose methods need it.
+        shape: of the layer.
+        rows: b.
+        element_size: bytes of an element of the cache's dtype.
+        context: tokens of the prompt.
+        new_tokens: that were decoded.
+        readers: other layers of the model that read this one, whose queries may join its window.
+    """
+    needs: Needs = plan.needs
+    found = NOTHING
+    queries, size = rows * shape.q_heads, shape.query_size
+    # A prompt of a single token counts as a decoded one; a prompt that is repeated is evicted from once.
+    if (new_tokens == 0 and context > 1 and needs.reconstruction is None) or keeps_queries(plan):
+        if needs.window:
+            window = min(needs.window, context + new_tokens)
+            each = window * (queries * size * element_size + 8)
+            found += Bounds(each, each * (1 + readers))
+        if needs.rows:
+            found += Bounds.exactly(needs.rows * (queries * size * element_size + 8 * rows))
+        if needs.moments:
+            found += Bounds.exactly(4 * (rows + queries * size + queries * size**2))
+    if needs.reconstruction is not None and plan.slack_tokens is not None:
+        found += Bounds.exactly(4 * rows * shape.kv_heads * context)
+    return found
+
+
+def carried_bytes(
+    attend: Attention,
+    shape: LayerShape,
+    *,
+    rows: int,
+    element_size: int,
+    held: Bounds,
+    longest: int,
+    context: int,
+    new_tokens: int,
+) -> tuple[Bounds, Bounds]:
+    """Return the bytes of what one layer's attention carries along, and of the counts of what it has read.
+
+    Args:
+        attend: the plan's attention.
+        shape: of the layer.
+        rows: b.
+        element_size: bytes of an element of the cache's dtype.
+        held: tokens of the layer, over all rows and kv heads.
+        longest: most tokens that one row and kv head holds.
+        context: tokens of the prompt.
+        new_tokens: that were decoded.
+    """
+    low, high = attend.carried_bytes(
+        rows=rows,
+        heads=shape.kv_heads,
+        q_heads=shape.q_heads,
+        size=shape.key_size,
+        element_size=element_size,
+        held=(held.low, held.high),
+        longest=longest,
+        context=context,
+        new_tokens=new_tokens,
+    )
+    counts = 8 * rows * shape.kv_heads if attend.has_token_budget and new_tokens else 0
+    return Bounds(low, high), Bounds(0, counts)
+
+
+# Of one file: its header fills whole pages of 4096 bytes, and its tensors begin at multiples of 64.
+_HEADER = 8192
+
+
+def tier_bytes(plan: Plan, units: Sequence[Unit], held: Sequence[Holding], rows: int) -> tuple[Bounds, Bounds]:
+    """Return what comes on top of the segments on their tier, and the bytes of copies on the device.
+
+    Args:
+        plan: with a placement that moves segments.
+        units: layers, those that are encoded together in one.
+        held: by each of them, or by all.
+        rows: b.
+    """
+    groups = [unit.layers for unit in units]
+    encoded = [each.stages["encode"] for each in held]
+    # Where only the sum is known, any of them may have all of it.
+    alone = len(held) == len(units)
+    most = [each.high for each in encoded] if alone else [summed(encoded).high] * len(units)
+    segments = max(each.segments for each in held)
+    files = sum(len(group) for group in groups) * segments
+    # What stays is there twice once it has been away; one unit more may be on its way, or be read.
+    staying = plan.store.open(groups).stays(most)
+    if isinstance(plan.store, Tiered):
+        staying -= {unit for unit, group in enumerate(groups) if group[-1] < plan.store.on_device_layers}
+    copies = sum(most[unit] for unit in staying) + max(most, default=0)
+    padding = 64 * 16 * files
+    # How much smaller a packed file is depends on what the tokens are.
+    least = -summed(encoded).low if plan.store.makes_smaller else 0
+    return Bounds(least, files * _HEADER + padding), Bounds(0, min(copies, sum(most)) + padding)
+
+
+def reasons_of(plan: Plan, evictions: Evictions | None, held: Holding, stages: Mapping[str, Bounds]) -> tuple[str, ...]:
+    """Return what depends on the text, a sentence each.
+
+    Args:
+        plan: of the cache.
+        evictions: of the plan; None where nothing is evicted.
+        held: by all compressed layers.
+        stages: bytes by stage.
+    """
+    found = []
+    allocate, select = name_of(plan.allocate), name_of(plan.select)
+    if evictions is not None and not held.total.exact:
+        if not plan.select.exact:
+            found.append(f"{select} takes the budget as an upper bound: how many tokens it keeps depends on the text")
+        if evictions.known == "layers":
+            found.append(
+                f"{allocate} splits a layer's tokens over its kv heads by the text, and heads of unequal length are "
+                "stored in pages, of which the last may be partly empty"
+            )
+        elif evictions.known == "sum":
+            found.append(
+                f"{allocate} splits the tokens over layers and kv heads by the text or by a calibration: the sum is "
+                "known, and spare slots, groups and pages depend on the split"
+            )
+    if held.moved_codes:
+        found.append(
+            "an eviction while decoding moves tokens that are encoded: how many share a page or a group's scales "
+            "depends on the text"
+        )
+    if plan.merge.weighted and not held.stages["encode"].exact:
+        found.append(f"{name_of(plan.merge)} stores a weight for each token only once one of a layer has one")
+    if not stages.get("attend", NOTHING).exact:
+        found.append(f"{name_of(plan.attend)} carries an index whose size depends on what each kv head holds")
+    if plan.attend.has_token_budget and not stages["observe"].exact:
+        found.append(f"{name_of(plan.attend)} counts what it has read only where it did not read all")
+    if not stages.get("store", NOTHING).exact:
+        found.append(
+            f"{name_of(plan.store)} holds copies on the device of what is on its way or stays there, and a header for "
+            "each file"
+        )
+    if plan.store.makes_smaller:
+        found.append(f"{name_of(plan.store)} packs its files, and how small they get depends on what the tokens are")
+    if not found:
+        found.append("which tokens stay depends on the text, and some of them are stored otherwise than others")
+    return tuple(found)

@@ -20,8 +20,7 @@ from kvtailor.bench.report.suite.numbers import SHARES, documents_of, paired_sam
 from kvtailor.bench.report.suite.records import alike, by_task
 from kvtailor.bench.schema import Record
 from kvtailor.bench.suite.cells import Cell
-from kvtailor.bench.suite.leaderboard import Leaderboard
-from kvtailor.bench.suite.suite import Suite
+from kvtailor.bench.suite.suite import Leaderboard, Suite
 from kvtailor.presets import FULL
 
 __all__ = ["FEWER", "LEADS", "LEVEL", "WORSE", "Column", "Place", "Ranking", "Score", "difference", "rank"]

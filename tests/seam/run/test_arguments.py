@@ -30,7 +30,7 @@ import kvtailor
 from kvtailor.cli.run import command
 from kvtailor.errors import CacheMisuse, UnknownName
 from kvtailor.hf.model.loading import new_model, save
-from kvtailor.hf.run.words import known_words, left_out, own_words, told
+from kvtailor.hf.run.arguments import known_words, left_out, own_words, told
 from kvtailor.hf.versions import hand_cache
 
 TEXT = "Once upon a time there was a harbour, and its code was 52917."

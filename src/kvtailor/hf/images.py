@@ -1,14 +1,17 @@
-"""The shift of positions that images leave behind (M-RoPE), which transformers keeps on the model and not in the cache.
+"""Images in a prompt: the tokens that stand for them, and the shift of positions that they leave behind (M-RoPE).
 
-An image of 6 tokens may take 3 positions, so the text behind it stands at `column + rope_deltas`. transformers has one
-such tensor for each model: that of the prompt it read last. A second conversation, or another process, would read its
-next turn at wrong positions. So a cache remembers its own, and puts it on the model when transformers asks the cache
-how long it is in order to compute positions. That is the one place where kvtailor writes to a model's state, and it is
-a value that every prompt replaces.
+Without the pixels of an image, video or sound a model would read the tokens as text, without a word.
+
+The shift is kept by transformers on the model and not in the cache. An image of 6 tokens may take 3 positions, so the
+text behind it stands at `column + rope_deltas`. transformers has one such tensor for each model: that of the prompt it
+read last. A second conversation, or another process, would read its next turn at wrong positions. So a cache remembers
+its own, and puts it on the model when transformers asks the cache how long it is in order to compute positions. That is
+the one place where kvtailor writes to a model's state, and it is a value that every prompt replaces.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 import weakref
@@ -20,10 +23,53 @@ import torch
 from torch import Tensor
 from transformers.generation import utils
 
-from kvtailor.errors import CacheMisuse
-from kvtailor.hf.versions import POSITIONS_IN_FORWARD, POSITIONS_IN_GENERATE
+from kvtailor.errors import CacheMisuse, UnknownName
+from kvtailor.hf.versions import CACHE_ARGUMENTS, POSITIONS_IN_FORWARD, POSITIONS_IN_GENERATE
 
-__all__ = ["RopeDeltas"]
+__all__ = ["RopeDeltas", "check_inputs", "check_text", "placeholders"]
+
+_MEDIA = ("image", "video", "audio")
+
+
+def placeholders(config: Any) -> dict[str, int]:
+    """By kind ("image", "video", "audio"), the token id that a model's processor puts where its features go."""
+    found = {}
+    for kind in _MEDIA:
+        for name in (f"{kind}_token_id", f"{kind}_token_index"):
+            token = getattr(config, name, None)
+            if isinstance(token, int):
+                found[kind] = token
+    return found
+
+
+def check_text(model: Any, ids: Tensor, what: str, instead: str) -> None:
+    """Raise where token ids have placeholders, and nothing of what they stand for came with them.
+
+    Args:
+        model: of transformers.
+        ids: (b, n) token ids.
+        what: takes them, in words.
+        instead: what to do, in words.
+    """
+    for kind, token in placeholders(model.config).items():
+        count = int((ids == token).sum())
+        if count:
+            raise CacheMisuse(
+                f"{what} got {count} {kind} tokens (id {token}) and not the {kind} that they stand for, so the model "
+                f"would read them as text: {instead}"
+            )
+
+
+def check_inputs(model: Any, inputs: Mapping[str, Any]) -> None:
+    """Raise where one of these inputs of a processor is none that the model's forward takes."""
+    known = list(inspect.signature(model.forward).parameters)
+    for name in inputs:
+        if name in CACHE_ARGUMENTS:
+            raise CacheMisuse(
+                f"got a cache as {name} among the inputs: kvtailor.prefill takes it as cache=, in place of the plan"
+            )
+        if name not in known or name in ("self", "kwargs"):
+            raise UnknownName(f"input of {type(model).__name__}", name, known)
 
 
 class RopeDeltas:

@@ -1,1 +1,0 @@
-"""What each layer of a model keeps, from its configuration."""
