@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtailor.engine.budget import CacheShape, budget_of, total_tokens
+from kvtailor.engine.budget import CacheShape, budget_of, recent_tokens, total_tokens
 from kvtailor.plan import Plan
 
 
@@ -49,3 +49,8 @@ def test_a_token_is_priced_by_its_layer(plan: str) -> None:
 def _token_bytes(plan: Plan, shape: CacheShape) -> float:
     key_size, value_size, element = shape.sizes()
     return plan.encode.mean_bytes_per_token(3, key_size, value_size, element, heads=shape.heads)
+
+
+def test_the_newest_tokens_stay_as_far_as_the_budget_pays_for_them() -> None:
+    plan = Plan.parse("snapkv(window=8) @ tokens=20")
+    assert recent_tokens(plan, torch.tensor([3, 8, 20])).tolist() == [3, 8, 8]

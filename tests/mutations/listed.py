@@ -20,6 +20,12 @@ class Mutation(NamedTuple):
 
 
 BUDGET = ("engine/test_budget.py", "contract/test_every_pair.py")
+BYTES = (
+    "engine/test_budget.py",
+    "seam/methods/test_bytes.py",
+    "seam/methods/test_merging.py",
+    "seam/test_window_budgets.py",
+)
 EVICT = ("engine/test_apply.py", "engine/test_evict.py", "engine/test_often_evicted.py")
 CODES = ("engine/test_dropped_codes.py", "seam/methods/test_truth.py")
 PADDING = ("seam/methods/test_pairs.py", "contract/test_score.py", "seam/run/test_prefill.py")
@@ -42,10 +48,10 @@ MUTATIONS = (
     ),
     Mutation("engine/budget.py", "+ 1e-6).floor()", "+ 1e-6).ceil()", "a fraction of a token is rounded up", BUDGET),
     Mutation(
-        "engine/budget.py", "(8 if plan.merge.weighted else 4)", "4", "weights of merged tokens cost nothing", BUDGET
+        "engine/budget.py", "(8 if plan.merge.weighted else 4)", "4", "weights of merged tokens cost nothing", BYTES
     ),
     Mutation(
-        "engine/budget.py", "share -= heads * page * each", "share -= each", "half-empty pages cost nothing", BUDGET
+        "engine/budget.py", "share -= heads * page * each", "share -= each", "half-empty pages cost nothing", BYTES
     ),
     Mutation(
         "engine/budget.py",
@@ -64,8 +70,8 @@ MUTATIONS = (
     # Engine: evictions.
     Mutation(
         "engine/apply.py",
-        "old = keep & ~held.recent(recent) if recent else keep",
-        "old = keep",
+        "leaving = counts.kept - recent",
+        "leaving = counts.kept",
         "the newest tokens are held twice",
         EVICT,
     ),
@@ -358,7 +364,7 @@ MUTATIONS = (
         "step = torch.where(step > 0, step, torch.full_like(step, FLAT))",
         "pass",
         "a flat group is divided by zero",
-        QUANT,
+        ("ops/cpu/test_quantise.py",),
     ),
     Mutation(
         "ops/codes/quant.py",

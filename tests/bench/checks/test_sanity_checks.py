@@ -47,10 +47,17 @@ def test_only_known_and_harmless_names_are_allowed():
     assert CHECKS[8:] == MAY_BE_ALLOWED and MAY_BE_ALLOWED[0] == "same results on other data"
 
 
+@pytest.mark.always
 def test_two_plans_that_did_the_same_are_named_and_not_accused():
     records = bench({"one": DummyCache(keep=20), "other": DummyCache(keep=20), "third": DummyCache(keep=9)})
     [said] = warnings_of(records)
     assert said.startswith("one and other did exactly the same in perplexity")
+
+
+@pytest.mark.parametrize(("form", "names"), [(20, []), (19, ["nominal bytes"]), (21, ["nominal bytes"])])
+def test_bytes_are_those_of_arithmetic_and_neither_more_nor_less(form, names):
+    one = record("a", "memory", bytes_held=20, bytes_full=50, bytes_closed_form=form)
+    assert [each.name for each in findings([one])] == names
 
 
 def test_equal_peaks_of_unequal_plans_are_said():
@@ -96,6 +103,7 @@ def test_noise_is_hardly_ever_called_a_cold_or_throttled_side(noise):
     assert accused == 0
 
 
+@pytest.mark.always
 def test_chance_is_hardly_ever_called_better_than_full():
     """300 runs of 12 plans that do not differ from full: 0.3 alarms are expected at the stated level."""
     draw, alarms = random.Random(3), 0
