@@ -7,15 +7,19 @@ setting is a neighbour of the plan, not the plan: nothing of what fit measured i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvtailor.bench.measure.statistics import Estimate, mean_difference
+from kvtailor.bench.schema import Record
 from kvtailor.encode.contract import Codec, CodecContext, TwoSided
 from kvtailor.encode.sides import SidesCodec
+from kvtailor.errors import KvtailorError
 from kvtailor.plan import Plan, registry
 from kvtailor.plan.arguments import with_nested
 
-__all__ = ["EngineSetting", "nearest_settings"]
+__all__ = ["EngineSetting", "measured_losses", "nearest_settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,37 @@ def nearest_settings(plan: Plan, layers: int | None = None) -> tuple[EngineSetti
         words = "; ".join(own)
         found.append(EngineSetting(engine=engine, setting=option, lacks=f"It {words}." if words else ""))
     return tuple(found)
+
+
+def measured_losses(plan: Plan, setting: EngineSetting, records: Sequence[Record]) -> dict[str, Estimate | None]:
+    """Return the nats a token that the plan, and the codec of ours nearest to the setting, lose against 'full'.
+
+    Each by a name for it, with a 95 % interval over windows of one text; None where the records have no such pair. A
+    setting without a codec of ours that comes near has None: `fp8` stands for 8-bit floats in all layers, with
+    scales of its own tokens where engines have one that is calibrated, or 1.
+
+    Raises:
+        KvtailorError: the records are of several models.
+    """
+    models = sorted({each.model for each in records})
+    if len(models) > 1:
+        raise KvtailorError(f"asked for losses on one model, found records of {', '.join(models)}: give those of one")
+    losses = {"the plan": _loss(plan, records)}
+    if setting.setting in ("--kv-cache-dtype fp8", "--kv-cache-dtype fp8_e4m3"):
+        losses["kvtailor's fp8, the setting's neighbour"] = _loss(Plan.parse("fp8"), records)
+    elif setting.setting is not None:
+        losses["the setting"] = None
+    return losses
+
+
+def _loss(plan: Plan, records: Sequence[Record]) -> Estimate | None:
+    scored = [each for each in records if each.task == "perplexity" and each.error is None and each.values.get("nll")]
+    for ours in (each for each in scored if each.plan == str(plan)):
+        for full in (each for each in scored if each.is_full):
+            if (ours.text_hash, ours.point, ours.dtype) == (full.text_hash, full.point, full.dtype):
+                documents = ours.values.get("document", ())
+                return mean_difference(ours.values["nll"], full.values["nll"], documents=documents)
+    return None
 
 
 def _bits(plan: Plan, layers: int | None) -> tuple[float | None, float | None, tuple[int, ...]]:
