@@ -12,7 +12,7 @@ from kvtailor.ops import dispatch
 from kvtailor.ops.codes.floats import MxCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
-from kvtailor.ops.cpu.library import Library, built
+from kvtailor.ops.cpu.library import built
 from kvtailor.ops.cpu.pages import attend_pages
 from kvtailor.ops.dispatch import (
     coded_attention,
@@ -70,9 +70,8 @@ def test_codes_are_made_by_a_kernel_where_there_is_one(monkeypatch: pytest.Monke
         assert quantiser(other).channels == ChannelCodes.of
     with using("reference"):
         assert quantiser(states).channels == ChannelCodes.of
-    monkeypatch.setattr(Library, "has", lambda _, function: function != "kvtailor_code")
+    monkeypatch.setattr(dispatch, "library", lambda: None)
     assert quantiser(states).channels == ChannelCodes.of
-    assert "older sources" in explained(CPU, torch.bfloat16)[-1].why
 
 
 @needs_built
@@ -85,7 +84,7 @@ def test_pages_are_read_in_place_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert page_bounds(query[:, 0], bounds, bounds.half()) is None
     with using("reference"):
         assert page_attention(query, SIDE, SIDE, 4) is None and page_bounds(query[:, 0], bounds, bounds) is None
-    monkeypatch.setattr(Library, "has", lambda _, function: function not in ("kvtailor_pages", "kvtailor_bounds"))
+    monkeypatch.setattr(dispatch, "library", lambda: None)
     assert page_attention(query, SIDE, SIDE, 4) is None and page_bounds(query[:, 0], bounds, bounds) is None
 
 

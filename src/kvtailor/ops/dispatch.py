@@ -27,7 +27,6 @@ from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu import choose, coordinates, merge, pages, quantise
-from kvtailor.ops.cpu import offset as offset_kernels
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
 from kvtailor.ops.cpu.library import Library, library
 from kvtailor.ops.cpu.turned import unsuited as unsuited_turned
@@ -41,7 +40,6 @@ __all__ = [
     "TRITON_OPERATIONS",
     "WON_ON_CUDA",
     "Quantiser",
-    "adds_offsets",
     "asked_here",
     "best_pages",
     "chosen_attention",
@@ -57,7 +55,6 @@ __all__ = [
     "quantiser",
     "turns_keys",
     "using",
-    "why_not_quantised",
 ]
 
 # New tokens at once up to which a part is read as it is stored; from there on decoding it once is cheaper.
@@ -130,7 +127,6 @@ def coded_attention(
     values: Coded,
     *,
     mass: bool = False,
-    caps: bool = False,
     turned: Turned | None = None,
     offset: bool = False,
 ) -> Callable[..., tuple[Any, ...]] | None:
@@ -141,16 +137,17 @@ def coded_attention(
         keys, values: the two sides of a part.
         mass: whether the attention that each slot receives is needed: an `attend_keeping` gives it, which Triton has
             for plain keys alone, and otherwise an `attend_coded`.
-        caps: whether logits are capped, which C++ kernels that were built from older sources cannot do.
         turned: how the keys are to be turned, which C++ kernels alone do; None: they are not.
         offset: whether the keys lack a constant, whose products C++ kernels alone add.
     """
     if query.shape[-2] > MOST_QUERIES or forced() == "reference":
         return None
-    if offset and not adds_offsets(query):
+    if offset and _built_for(query) is None:
         return None
     if turned is not None:
-        return _turning_attention(query, keys, values, turned, mass=mass)
+        if _built_for(query) is None or unsuited(keys, values) is not None or unsuited_turned(keys) is not None:
+            return None
+        return attend_keeping if mass else attend_coded
     if all(on_triton(query.device, _reading(side)) for side in (keys, values)):
         from kvtailor.ops.triton import attend as on_gpu
 
@@ -166,20 +163,7 @@ def coded_attention(
     built = library()
     if built is None:
         return None if mass or folded_codes.unsuited(keys, values) is not None else folded_codes.attend_coded
-    if caps and not built.has("kvtailor_caps"):
-        return None if mass or folded_codes.unsuited(keys, values) is not None else folded_codes.attend_coded
     if unsuited(keys, values) is not None:
-        return None
-    if mass:
-        return attend_keeping if built.has("kvtailor_mass") else None
-    return attend_coded
-
-
-def _turning_attention(
-    query: Tensor, keys: Coded, values: Coded, turned: Turned, *, mass: bool
-) -> Callable[..., tuple[Any, ...]] | None:
-    built = _built_for(query)
-    if built is None or unsuited(keys, values) is not None or unsuited_turned(keys, turned, built) is not None:
         return None
     return attend_keeping if mass else attend_coded
 
@@ -206,7 +190,7 @@ def merged(found: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None) 
     # (n, g, t): torch merges those of many tokens by all threads.
     if found[0][1].shape[-1] <= MOST_QUERIES and (len(found) > 1 or sinks is not None) and forced() == "auto":
         built = library() if found[0][0].device.type == "cpu" else None
-    if built is None or merge.unsuited(found, built) is not None:
+    if built is None or merge.unsuited(found) is not None:
         return folded.merge(found, sinks)
     return merge.merge(found, sinks, built)
 
@@ -214,21 +198,14 @@ def merged(found: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None) 
 def maps_of(query: Tensor) -> tuple[Callable[[Coordinates, Tensor], Tensor], Callable[..., Tensor]]:
     """What brings queries (n, g, t, d), and sums with their lse, into other coordinates; see `Coordinates`."""
     built = _built_for(query)
-    if built is None or coordinates.unsuited(query, built) is not None:
+    if built is None or coordinates.unsuited(query) is not None:
         return Coordinates.of_queries, Coordinates.of_sums
     return partial(coordinates.of_queries, used=built), partial(coordinates.of_sums, used=built)
 
 
 def turns_keys(query: Tensor) -> bool:
     """Whether what reads keys for a query (n, g, t, d) can turn them, so that it is worth while to ask for it."""
-    built = _built_for(query)
-    return built is not None and built.has("kvtailor_turns")
-
-
-def adds_offsets(query: Tensor) -> bool:
-    """Whether what reads keys for a query (n, g, t, d) can add its products with a constant that they lack."""
-    built = _built_for(query)
-    return built is not None and offset_kernels.unsuited(built) is None
+    return _built_for(query) is not None
 
 
 def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -243,7 +220,7 @@ def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Call
         return None
     if not on_triton(query.device, "pages"):
         built = _built_for(query)
-        if built is None or pages.unsuited_pages(keys, values, built) is not None:
+        if built is None or pages.unsuited_pages(keys, values) is not None:
             return None
         return partial(pages.attend_pages, using=built)
     if page & (page - 1):
@@ -263,7 +240,7 @@ def page_bounds(query: Tensor, low: Tensor, high: Tensor) -> Callable[..., Tenso
         query: (n, g, d) one new token's. low, high: (m, p, d) least and greatest of each key channel over a page.
     """
     built = _built_for(query)
-    if built is None or pages.unsuited_bounds(query, low, high, built) is not None:
+    if built is None or pages.unsuited_bounds(query, low, high) is not None:
         return None
     return partial(pages.page_bounds, using=built)
 
@@ -278,7 +255,7 @@ def best_pages(
         bounds: of the pages of each part; None for a part without pages.
     """
     built = _built_for(query)
-    if built is None or choose.unsuited_best_pages(states, bounds, built) is not None:
+    if built is None or choose.unsuited_best_pages(states, bounds) is not None:
         return None
     return partial(choose.attend_best_pages, using=built)
 
@@ -293,7 +270,7 @@ def chosen_attention(
         bounds: of chunks; None: there are none.
     """
     built = _built_for(query)
-    if built is None or choose.unsuited_states(states, bounds, built) is not None:
+    if built is None or choose.unsuited_states(states, bounds) is not None:
         return None
     return partial(choose.attend_chosen, using=built)
 
@@ -319,13 +296,7 @@ def quantiser(states: Tensor) -> Quantiser:
         return _packed_by_triton()
     if quantise.unsuited_states(states) is not None:
         return _PLAIN
-    built = library()
-    return _PLAIN if built is None or why_not_quantised(built) else _ON_CPU
-
-
-def why_not_quantised(built: Library) -> str | None:
-    """Why these kernels make no codes, a clause; None where they do."""
-    return None if built.has("kvtailor_code") else "the C++ kernels were built from older sources: build them again"
+    return _PLAIN if library() is None else _ON_CPU
 
 
 def _built_for(query: Tensor) -> Library | None:

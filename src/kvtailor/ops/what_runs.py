@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtailor.ops.cpu.library import library, why_none
-from kvtailor.ops.dispatch import MOST_QUERIES, TRITON_OPERATIONS, forced, on_triton, why_not_quantised
+from kvtailor.ops.dispatch import MOST_QUERIES, TRITON_OPERATIONS, forced, on_triton
 from kvtailor.ops.triton.installed import missing
 
 __all__ = ["Choice", "explained"]
@@ -54,7 +54,6 @@ def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return [Choice(operation=few, implementation="torch, decoded parts", why=f"no kernel reads {dtype}"), prompt]
     threads = "torch's threads" if built.parallel_for else "one thread: torch older than 2.10"
-    why_not = why_not_quantised(built)
     return [
         Choice(
             operation=few, implementation=f"C++, {built.variant}", why=f"built, and runs on this machine; {threads}"
@@ -62,8 +61,8 @@ def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
         prompt,
         Choice(
             operation="making codes of states",
-            implementation="torch" if why_not else f"C++, {built.variant}",
-            why=why_not or "gives the bytes torch gives",
+            implementation=f"C++, {built.variant}",
+            why="gives the bytes torch gives",
         ),
     ]
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_variant, exact, needs_built, states_of
 from tests.ops.cpu.coded_truth import same, truth
 
-from kvtailor.ops import dispatch
 from kvtailor.ops.attention import folded_codes
 from kvtailor.ops.attention.folded import merge
 from kvtailor.ops.cpu import attention
@@ -125,35 +122,6 @@ def test_folded_in_torch(dtype: torch.dtype, layout: str) -> None:
     query = torch.randn((3, 2, 2, 64), generator=torch.Generator().manual_seed(9))
     found = folded_codes.attend_coded(query, keys, values, scaling=0.1, softcap=CAP)
     assert same(found, truth(query, keys, values, softcap=CAP), 1e-4)
-
-
-@needs_built
-def test_a_library_from_older_sources_is_not_asked_to_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would read the call without the cap, and give another attention without a word."""
-
-    class Older:
-        """Everything but the function that says that a cap is read."""
-
-        def __init__(self, functions: object):
-            self.functions = functions
-
-        def __getattr__(self, name: str) -> object:
-            if name == "kvtailor_caps":
-                raise AttributeError(name)
-            return getattr(self.functions, name)
-
-    now = dispatch.library()
-    assert now is not None and now.has("kvtailor_caps")
-    older = replace(now, functions=Older(now.functions))
-    monkeypatch.setattr(dispatch, "library", lambda: older)
-    query, (states, _) = torch.randn(1, 1, 1, 32), states_of(1, torch.float32, 1, 40, 32)
-    plain, codes = Whole(states=states), LAYOUTS["tokens4"](states)
-    assert dispatch.coded_attention(query, plain, plain) is attend_coded
-    assert dispatch.coded_attention(query, plain, plain, caps=True) is None
-    assert dispatch.coded_attention(query, codes, codes, caps=True) is folded_codes.attend_coded
-    assert dispatch.coded_attention(query, codes, codes, caps=True, mass=True) is None
-    with pytest.raises(RuntimeError, match="capped logits need C"):
-        attend_coded(query, plain, plain, scaling=0.1, softcap=1.0, using=older)
 
 
 @pytest.mark.parametrize("parts", [1, 3])

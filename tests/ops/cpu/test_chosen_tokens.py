@@ -111,7 +111,7 @@ def test_the_best_are_chosen_and_read(library: Library, name: str, monkeypatch: 
         loose=tokens - made.covered,
     )
     states = list(zip(keys, values, strict=True))
-    assert unsuited_states(states, bounds, library) is None
+    assert unsuited_states(states, bounds) is None
     candidates = Candidates(
         listed=None if listed is None else listed.to(torch.int32),
         after=made.after,

@@ -41,7 +41,7 @@ def test_only_the_named_pages_are_read(library: Library, dtype: torch.dtype, siz
     query = torch.randn((5, 3, 1, size), generator=state)
     visible = torch.rand((5, 1, 63), generator=state) < seen if seen < 1 else None
     sides = Whole(states=keys), Whole(states=values)
-    assert unsuited_pages(*sides, library) is None
+    assert unsuited_pages(*sides) is None
     found = attend_pages(query, *sides, PAGES, 4, scaling=0.1, owner=OWNER, visible=visible, using=library)
     sees = named if visible is None else named & visible[:, 0]
     for owner in range(5):
@@ -86,7 +86,6 @@ def test_bounds_are_the_greatest_products(
 def test_what_cannot_be_read_in_place_is_said() -> None:
     whole = Whole(states=torch.zeros(2, 8, 16))
     turned = Whole(states=torch.zeros(2, 16, 8).transpose(1, 2))
-    for library in filter(None, [attention.library()]):
-        assert "C++ kernels read" in str(unsuited_pages(whole, turned, library))
-        longer = Whole(states=torch.zeros(2, 9, 16)[:, :8])
-        assert "whole number of slots" in str(unsuited_pages(whole, longer, library))
+    assert "C++ kernels read" in str(unsuited_pages(whole, turned))
+    longer = Whole(states=torch.zeros(2, 9, 16)[:, :8])
+    assert "whole number of slots" in str(unsuited_pages(whole, longer))

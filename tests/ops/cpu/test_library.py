@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kvtailor.errors import FileError
 from kvtailor.ops.cpu import library as module
 from kvtailor.ops.cpu.library import (
+    ABI,
     Call,
     Coding,
     Map,
@@ -71,6 +73,31 @@ def test_a_file_that_does_not_load_is_none(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(module, "_FOLDER", tmp_path)
     assert load(built()["portable"]) is None
     assert why_none() == "kvtailor's C++ kernels do not load on this machine"
+
+
+@needs_built
+def test_kernels_of_other_sources_are_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = built()
+    for path in paths.values():
+        load(path)
+    monkeypatch.setattr(module, "ABI", ABI + 1)
+    for path in paths.values():
+        with pytest.raises(FileError, match=rf"{path.name} was built .*\(ABI {ABI}, needed is {ABI + 1}\)"):
+            load(path)
+    with pytest.raises(FileError, match=r"setup.py build_ext --inplace"):
+        library()
+
+
+def test_kernels_without_a_number_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Such were built before there was one."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    with pytest.raises(FileError, match=rf"ABI 0, needed is {ABI}"):
+        load(tmp_path / "kernels_portable.so")
+
+
+def test_both_sources_have_the_same_number() -> None:
+    found = re.search(r"^constexpr int32_t ABI = (\d+);$", (FOLDER / "layouts.h").read_text(), re.MULTILINE)
+    assert found is not None and int(found[1]) == ABI
 
 
 @pytest.mark.parametrize(

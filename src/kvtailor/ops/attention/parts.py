@@ -140,9 +140,7 @@ def _as_stored(
     # together, and one softmax goes over them.
     asked = [_asked(grouped, part, mass=mass, caps=caps) for part in parts]
     kernels = [
-        None
-        if own is None
-        else dispatch.coded_attention(each, own.keys, own.values, mass=mass, caps=caps, **own.changing)
+        None if own is None else dispatch.coded_attention(each, own.keys, own.values, mass=mass, **own.changing)
         for own, each in asked
     ]
     if not any(kernels):
@@ -154,7 +152,7 @@ def _as_stored(
         if attend is None and own is not None and not own.as_they_are:
             # Queries and sums go to where the codes are, so that no token has to be brought back.
             numbers = own.in_numbers()
-            attend = dispatch.coded_attention(mine, numbers.keys, numbers.values, mass=mass, caps=caps, **own.changing)
+            attend = dispatch.coded_attention(mine, numbers.keys, numbers.values, mass=mass, **own.changing)
             own = own if attend is None else numbers
         if attend is None:
             own, mine, reading = None, grouped, part.view()
@@ -162,7 +160,7 @@ def _as_stored(
             # lie in two places.
             if reading.shared is None and reading.more_keys is None:
                 own = StoredSides(layout=layout, keys=Whole(states=reading.keys), values=Whole(states=reading.values))
-                attend = dispatch.coded_attention(grouped, own.keys, own.values, mass=mass, caps=caps)
+                attend = dispatch.coded_attention(grouped, own.keys, own.values, mass=mass)
             if attend is None:
                 if mass:
                     return None
@@ -313,7 +311,7 @@ def read_lanes(
     grouped = query.reshape(b * heads, q // heads, t, d)
     if weight is None and all(part.lift is None and part.shared is None and part.more_keys is None for part in lanes):
         sides = [(Whole(states=part.keys), Whole(states=part.values)) for part in lanes]
-        chosen = [dispatch.coded_attention(grouped, *each, caps=softcap is not None) for each in sides]
+        chosen = [dispatch.coded_attention(grouped, *each) for each in sides]
         kernels = [attend for attend in chosen if attend is not None]
         if len(kernels) == len(lanes):
             stored = [

@@ -894,9 +894,6 @@ int32_t kvtailor_attend(const Call* call) { return attend(*call); }
 
 int32_t kvtailor_step(Step* step) { return take(*step); }
 
-// Whether a step knows of `ends`: a library from older sources has no such function.
-int32_t kvtailor_ends() { return 1; }
-
 // See bounds_of. `queries` must be `rows`, for which there is room then.
 int32_t kvtailor_bounds(const Call* call) {
   const Tables tables = tables_of(*call);
@@ -948,44 +945,8 @@ int64_t kvtailor_kept(const Call* call) { return call->lanes * call->rows * (cal
 // The mass of the slots, after kvtailor_attend with scratch to keep weights; `lse` may now be that of more parts.
 int32_t kvtailor_mass(const Call* call) { return sum_mass(*call); }
 
-// Whether codes of levels are read: a library from older sources has no such function.
-int32_t kvtailor_levels() { return 1; }
-
-// Whether a step can read chosen pages, and the best can be told whatever the bounds are.
-int32_t kvtailor_step_chooses() { return 1; }
-
-// Whether codes of levels may have a scale for each block of channels: a library from older sources has no such function.
-int32_t kvtailor_blocks() { return 1; }
-
-// Whether codes of pairs of channels are read: a library from older sources has no such function.
-int32_t kvtailor_grids() { return 1; }
-
-// Whether signs beside levels are read: a library from older sources has no such function.
-int32_t kvtailor_signs() { return 1; }
-
-// Whether `starts` is read: a library from older sources has no such function.
-int32_t kvtailor_pages() { return 1; }
-
-// Whether `softcap` is read: a library from older sources has no such function.
-int32_t kvtailor_caps() { return 1; }
-
-// Whether `turn` is read, and fitted levels are: a library from older sources has no such function.
-int32_t kvtailor_turns() { return 1; }
-
-// Whether keys go through several maps before they are turned.
-int32_t kvtailor_joins_maps() { return 1; }
-
-// Whether maps may pick channels: a library from older sources has no such function.
-int32_t kvtailor_picks() { return 1; }
-
-// Whether a step reads `given`: a library from older sources has no such function.
-int32_t kvtailor_given() { return 1; }
-
-// Whether sides may have magnitudes: a library from older sources has no such function.
-int32_t kvtailor_magnitudes() { return 1; }
-
-// Whether keys may have had a constant taken off.
-int32_t kvtailor_offsets() { return 1; }
+// What Python compares with its own: see `ABI` of library.py.
+int32_t kvtailor_abi() { return ABI; }
 
 // Whether this machine has the instructions that this variant was compiled for.
 int32_t kvtailor_runs() {

@@ -30,7 +30,6 @@ _TOKEN_CODES, _CHANNEL_CODES, _LEVEL_CODES, _BLOCK_LEVELS, _GRID_CODES, _SIGNED_
 _E4M3, _E8M0 = 3, 4
 # By how many bits a byte's exponent and mantissa lie below those of a float32.
 _SHIFTS = {"e2m1": 0, "e4m3": 20, "e5m2": 21}
-_OLDER = "the C++ kernels were built from sources that knew no {}: build them again"
 _CODES = TokenCodes | ChannelCodes | GaussianCodes | GridCodes | ResidualCodes | MxCodes | NvCodes | LevelCodes
 _READ = Whole | _CODES
 # The same numbers as in attention.cpp, where a step parts its calls itself.
@@ -47,44 +46,24 @@ def unsuited(keys: Coded, values: Coded) -> str | None:
     # Written out, since a decoded token asks it of every part of every layer that goes the general way.
     for side in (keys, values):
         if isinstance(side, Magnified):
-            if (why := magnitudes.unsuited(side, library())) is not None:
+            if (why := magnitudes.unsuited(side)) is not None:
                 return why
             side = side.directions
         if isinstance(side, Whole):
             dtype, device = side.states.dtype, side.states.device
         elif isinstance(side, TokenCodes | ChannelCodes):
             dtype, device = side.step.dtype, side.step.device
-        elif isinstance(side, GaussianCodes):
+        elif isinstance(side, GaussianCodes | GridCodes | ResidualCodes):
             dtype, device = side.scale.dtype, side.scale.device
-            if not _knows("kvtailor_levels"):
-                return _OLDER.format("codes of levels")
-        elif isinstance(side, GridCodes):
-            dtype, device = side.scale.dtype, side.scale.device
-            if not _knows("kvtailor_grids"):
-                return _OLDER.format("codes of pairs of channels")
-        elif isinstance(side, ResidualCodes):
-            dtype, device = side.scale.dtype, side.scale.device
-            if not _knows("kvtailor_signs"):
-                return _OLDER.format("signs beside levels")
         elif isinstance(side, MxCodes | NvCodes):
             dtype, device = getattr(torch, side.dtype), side.codes.device
-            if not _knows("kvtailor_blocks"):
-                return _OLDER.format("floats in blocks of channels")
         elif isinstance(side, LevelCodes):
             dtype, device = side.low.dtype, side.low.device
-            if not _knows("kvtailor_turns"):
-                return _OLDER.format("levels that were fitted")
         else:
             return f"no C++ kernel reads {type(side).__name__}"
         if device.type != "cpu" or dtype not in DTYPES:
             return f"the C++ kernels read float32, bfloat16 and float16 on the CPU, not {dtype} on {device}"
     return None
-
-
-def _knows(function: str) -> bool:
-    """Whether the best variant has this function; one that was built from older sources may not."""
-    used = library()
-    return used is None or used.has(function)
 
 
 @dataclass(frozen=True)
@@ -138,8 +117,7 @@ def attend_coded(
         query: (n, g, t, d), any dtype, on the CPU; n = b * h.
         keys, values: (m, s, d) and (m, s, r); see `unsuited`.
         scaling: factor before the softmax.
-        softcap: logits l are softcap * tanh(l / softcap); None: as they are. A variant that was built from older
-            sources cannot do that.
+        softcap: logits l are softcap * tanh(l / softcap); None: as they are.
         owner: (m,) int64 ascending row * h + head of each lane; None: lane i belongs to owner i.
         lengths: (m,) int32 filled slots of each lane; None: all.
         visible: bool that broadcasts to (m, t, s); None: every query sees every slot.
@@ -218,8 +196,6 @@ def call_of(
 def run(call: Call, held: list[Tensor], shape: torch.Size, used: Library | None) -> tuple[Tensor, Tensor]:
     """Outputs and lse for a query of this shape."""
     assert used is not None, "asked for a kernel that was not built"
-    if call.softcap and not used.has("kvtailor_caps"):
-        raise RuntimeError("capped logits need C++ kernels that were built from these sources: build them again")
     owners, group, new, _ = shape
     threads_for(call, used)
     out = torch.empty((owners, group, new, call.values.size), dtype=torch.float32)

@@ -21,7 +21,7 @@ def crc32(data: Tensor, value: int = 0, *, using: Library | None = None) -> int:
         using: the variant; None: the best.
     """
     used = using or library()
-    step = used.functions.kvtailor_crc32_step() if used is not None and used.has("kvtailor_crc32_step") else 0
+    step = 0 if used is None else used.functions.kvtailor_crc32_step()
     size = data.numel() // step * step if step else 0
     if size and used is not None:
         pointer = ctypes.c_void_p(data.data_ptr())

@@ -53,10 +53,8 @@ class Candidates:
     covered: Sequence[int]
 
 
-def unsuited_states(states: Sequence[tuple[Tensor, Tensor]], bounds: Tensor | None, using: Library) -> str | None:
+def unsuited_states(states: Sequence[tuple[Tensor, Tensor]], bounds: Tensor | None) -> str | None:
     """Why tokens of parts with these keys and values (m, s, d) cannot be chosen here, a clause; None where they can."""
-    if not using.has("kvtailor_choose"):
-        return "the C++ kernels were built from sources that choose no tokens: build them again"
     dtype = states[0][0].dtype
     every = [each for both in states for each in both]
     if any(each.dtype != dtype or each.device.type != "cpu" or each.stride(2) != 1 for each in every):
@@ -69,15 +67,13 @@ def unsuited_states(states: Sequence[tuple[Tensor, Tensor]], bounds: Tensor | No
 
 
 def unsuited_best_pages(
-    states: Sequence[tuple[Tensor, Tensor]], bounds: Sequence[tuple[Tensor, Tensor] | None], using: Library
+    states: Sequence[tuple[Tensor, Tensor]], bounds: Sequence[tuple[Tensor, Tensor] | None]
 ) -> str | None:
     """Why the best pages of such parts cannot be chosen here, a clause; None where they can."""
-    if not using.has("kvtailor_step_chooses"):
-        return "the C++ kernels were built from sources that choose no pages: build them again"
     dtype = states[0][0].dtype
     if not all(side.is_contiguous() and side.dtype == dtype for each in bounds if each for side in each):
         return "bounds are not dense and of the keys' type"
-    return unsuited_states(states, None, using)
+    return unsuited_states(states, None)
 
 
 def attend_chosen(

@@ -16,10 +16,8 @@ from kvtailor.types import Coordinates, PickedChannels
 __all__ = ["map_of", "of_queries", "of_sums", "unsuited"]
 
 
-def unsuited(query: Tensor, used: Library) -> str | None:
+def unsuited(query: Tensor) -> str | None:
     """Why queries like this one cannot be mapped here, a clause; None where they can."""
-    if not used.has("kvtailor_picks"):
-        return "the C++ kernels were built from older sources"
     return None if query.device.type == "cpu" else f"the C++ kernels run on the CPU, not on {query.device.type}"
 
 

@@ -3,6 +3,9 @@
 
 #include "vectors.h"
 
+// Raised, here and in library.py, with each change of a structure that Python fills, or of what a function takes or means.
+constexpr int32_t ABI = 1;
+
 enum Kind {
   FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5, BLOCK_LEVELS = 6,
   GRID_CODES = 7, SIGNED_LEVELS = 8, FITTED_LEVELS = 9
@@ -23,7 +26,7 @@ struct Side {
 };
 
 // What `low` of BLOCK_LEVELS points to: codes of levels with a scale for each `group` channels of a token. attention.py
-// writes it as five whole numbers, so that `Side` stays what older libraries know.
+// writes it as five whole numbers.
 struct Blocks {
   const float* levels;  // 2^bits
   const float* outer;   // (m, runs) or (rows): what the scales of a run of tokens are multiplied by; null: nothing

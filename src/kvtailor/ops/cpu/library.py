@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from kvtailor.errors import ArgumentError
+from kvtailor.errors import ArgumentError, FileError
 
 __all__ = [
+    "ABI",
     "DTYPES",
     "VARIANTS",
     "Call",
@@ -48,6 +49,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Best first.
 VARIANTS = ("avx512vnni", "avx512", "avx2", "portable")
 _FOLDER = Path(__file__).parent
+# `ABI` of layouts.h. Both are raised with each change of a structure below, or of what a function takes or means.
+ABI = 1
 # Functions that give a number of floats.
 _COUNTS = (
     "kvtailor_scratch",
@@ -229,10 +232,6 @@ class Library:
     functions: Any
     parallel_for: int | None
 
-    def has(self, function: str) -> bool:
-        """Whether it has this function: one that was built from older sources may not."""
-        return hasattr(self.functions, function)
-
 
 @cache
 def library() -> Library | None:
@@ -242,6 +241,7 @@ def library() -> Library | None:
 
     Raises:
         ArgumentError: `KVTAILOR_CPU` names what was not built or does not run here.
+        FileError: see `load`.
     """
     asked = os.environ.get("KVTAILOR_CPU")
     found = (load(path) for name, path in built().items() if asked in (None, "", name))
@@ -270,15 +270,26 @@ def built() -> dict[str, Path]:
 
 
 def load(path: Path) -> Library | None:
-    """The variant in a file; None where this machine cannot load or run it."""
+    """The variant in a file; None where this machine cannot load or run it.
+
+    Raises:
+        FileError: it was built from sources of another ABI than this Python's.
+    """
     try:
         functions = ctypes.CDLL(str(path))
     except OSError:
         return None
+    # Before any other function is called.
+    abi = functions.kvtailor_abi() if hasattr(functions, "kvtailor_abi") else 0
+    if abi != ABI:
+        raise FileError(
+            f"{path} was built from other sources than this Python's (ABI {abi}, needed is {ABI}): install kvtailor "
+            "again, or run `python setup.py build_ext --inplace` in a checkout"
+        )
     if not functions.kvtailor_runs():
         return None
     loaded = Library(path.stem.removeprefix("kernels_"), functions, _parallel_for())
-    for name in filter(loaded.has, _COUNTS):
+    for name in _COUNTS:
         getattr(functions, name).restype = ctypes.c_int64
     return loaded
 

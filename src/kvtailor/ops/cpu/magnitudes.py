@@ -8,17 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from kvtailor.ops.codes.residual import ResidualCodes
-from kvtailor.ops.cpu.library import DTYPES, Call, Library, Magnitudes
+from kvtailor.ops.cpu.library import DTYPES, Call, Magnitudes
 from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.ops.segments.pair_sides import Magnified
 
 __all__ = ["directions_of", "unsuited"]
 
 
-def unsuited(side: Magnified, used: Library | None) -> str | None:
+def unsuited(side: Magnified) -> str | None:
     """Why a side cannot be read so, whatever its directions are, a clause; None where it can."""
-    if used is not None and not used.has("kvtailor_magnitudes"):
-        return "the C++ kernels were built from older sources, and read no magnitudes"
     if isinstance(side.directions, ResidualCodes | Magnified):
         return f"no C++ kernel reads {type(side.directions).__name__} and magnitudes"
     own = side.own

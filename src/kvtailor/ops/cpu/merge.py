@@ -16,10 +16,8 @@ from kvtailor.ops.cpu.library import Call, Library, Union
 __all__ = ["merge", "unsuited"]
 
 
-def unsuited(found: Sequence[tuple[Tensor, Tensor]], used: Library) -> str | None:
+def unsuited(found: Sequence[tuple[Tensor, Tensor]]) -> str | None:
     """Why these parts cannot be merged here, a clause; None where they can."""
-    if not used.has("kvtailor_merge"):
-        return "the C++ kernels were built from older sources"
     if any(each.dtype != torch.float32 or each.device.type != "cpu" for part in found for each in part):
         return "the C++ kernels merge float32 on the CPU"
     return None

@@ -9,20 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.ops.cpu.library import Library, Offset
+from kvtailor.ops.cpu.library import Offset
 from kvtailor.ops.segments.turned import Offsetting
 
-__all__ = ["offset_of", "unsuited"]
+__all__ = ["offset_of"]
 
 # As in offset.h.
 _SPAN, _WIDE = 256, 32
 # How far what the functions add up to is from the cosines and sines, as a length over all planes.
 _NEAR = 1e-6
-
-
-def unsuited(using: Library) -> str | None:
-    """Why nothing can be added to logits here, a clause; None where it can."""
-    return None if using.has("kvtailor_offsets") else "no C++ kernels that add a constant of keys were built"
 
 
 def offset_of(shift: Offsetting, query: Tensor | None, held: list[Tensor], made: list[Any]) -> Offset:

@@ -16,10 +16,8 @@ __all__ = ["attend_pages", "page_bounds", "unsuited_bounds", "unsuited_pages"]
 _REFUSED = "torch_parallel_for refused to run kvtailor's kernel of page bounds"
 
 
-def unsuited_pages(keys: Coded, values: Coded, using: Library) -> str | None:
+def unsuited_pages(keys: Coded, values: Coded) -> str | None:
     """Why chosen pages of these sides cannot be read here, a clause; None where they can."""
-    if not using.has("kvtailor_pages"):
-        return "the C++ kernels were built from sources that knew no pages: build them again"
     sides = [side.states for side in (keys, values) if isinstance(side, Whole)]
     if len(sides) < 2:
         return "pages are read of plain states alone"
@@ -32,10 +30,8 @@ def unsuited_pages(keys: Coded, values: Coded, using: Library) -> str | None:
     return None
 
 
-def unsuited_bounds(query: Tensor, low: Tensor, high: Tensor, using: Library) -> str | None:
+def unsuited_bounds(query: Tensor, low: Tensor, high: Tensor) -> str | None:
     """Why bounds cannot be found here, a clause; None where they can."""
-    if not using.has("kvtailor_bounds"):
-        return "the C++ kernels were built from sources that knew no pages: build them again"
     if query.device.type != "cpu" or low.dtype not in DTYPES or low.dtype != high.dtype:
         return f"the C++ kernels read bounds of one of float32, bfloat16 and float16 on the CPU, not {low.dtype}"
     return None

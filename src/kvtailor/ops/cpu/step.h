@@ -43,7 +43,6 @@ struct Step {
   int64_t tail_key_lane, tail_key_slot, tail_value_lane, tail_value_slot, position_lane;
   int64_t count, rows, heads, group, size, value_size, kind, threads, widest;
   int64_t slot, column;  // of the tail, where the token goes; of the token
-  // In the end, so that a library from older sources does not miss them.
   Pages* pages;          // the best of which are read, and all of what has none: `parts` is one call, over these; or null
   int64_t* tokens_read;  // (b * h), where pages are chosen
   int64_t given;         // `kind`, that of the tail, or FLOAT32 above a tail of 16 bits

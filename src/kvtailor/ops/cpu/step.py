@@ -19,7 +19,6 @@ from kvtailor.ops.cpu.coordinates import map_of
 from kvtailor.ops.cpu.library import DTYPES, Call, Ends, Library, Offset, PartCoordinates, Step, library
 from kvtailor.ops.cpu.magnitudes import directions_of
 from kvtailor.ops.cpu.offset import offset_of
-from kvtailor.ops.cpu.offset import unsuited as unsuited_offset
 from kvtailor.ops.cpu.step_pages import StepPages
 from kvtailor.ops.cpu.step_pages import unsuited as unsuited_pages
 from kvtailor.ops.cpu.turned import turn_of
@@ -30,9 +29,6 @@ from kvtailor.ops.segments.sides import stored_sides
 from kvtailor.types import Coordinates, PlainSegment, Segment
 
 __all__ = ["TokenStep"]
-
-# What tells that a library knows all that a step says: one from older sources would read it otherwise.
-_NEEDED = ("kvtailor_ends", "kvtailor_picks", "kvtailor_magnitudes")
 
 
 class TokenStep:
@@ -141,11 +137,8 @@ class TokenStep:
             parts, pages, given: see `TokenStep`.
             mass: whether what the slots receive is wanted as well.
         """
-        used = library()
-        if used is None or not all(map(used.has, _NEEDED)):
-            return "no C++ kernels of these sources were built"
-        if given is not None and not used.has("kvtailor_given"):
-            return "the C++ kernels were built from sources that knew one dtype for queries and tail: build them again"
+        if library() is None:
+            return "no C++ kernels were built"
         for part in parts:
             own = stored_sides(part)
             if own is None:
@@ -154,15 +147,13 @@ class TokenStep:
                 return f"{type(part).__name__} has logits or lanes that are no kv head's"
             why = unsuited(own.keys, own.values)
             if why is None and own.turned is not None:
-                why = unsuited_turned(own.keys, own.turned, used)
-            if why is None and own.offsetting is not None:
-                why = unsuited_offset(used)
+                why = unsuited_turned(own.keys)
             if why is not None:
                 return why
         tail = parts[-1]
         if not isinstance(tail, PlainSegment) or tail.layout.owner is not None or tail.layout.lengths is not None:
             return "the last part is no tail"
-        return None if pages is None else unsuited_pages(parts, pages, used)
+        return None if pages is None else unsuited_pages(parts, pages)
 
     def moves_to(self, tail: Sequence[PlainSegment], keys: Tensor, values: Tensor, positions: Tensor | None) -> None:
         """Go on where the tail has other buffers, of the same tokens.

@@ -16,13 +16,13 @@ from kvtailor.types import Segment
 __all__ = ["StepPages", "unsuited"]
 
 
-def unsuited(parts: Sequence[Segment], pages: BestPages, using: Library) -> str | None:
+def unsuited(parts: Sequence[Segment], pages: BestPages) -> str | None:
     """Return why the best pages of these parts cannot be read by steps, a clause; None where they can."""
     if any(part.layout.owner is not None or part.layout.lengths is not None for part in parts):
         return "heads hold different numbers of tokens"
     if pages.bounds[-1] is not None:
         return "the tail has no pages"
-    return unsuited_best_pages([part.decode() for part in parts], pages.bounds, using)
+    return unsuited_best_pages([part.decode() for part in parts], pages.bounds)
 
 
 class StepPages:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.cpu.coordinates import map_of
-from kvtailor.ops.cpu.library import Library, Turn
+from kvtailor.ops.cpu.library import Turn
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.ops.segments.pair_sides import Magnified
 from kvtailor.ops.segments.turned import Turned
@@ -22,10 +22,8 @@ __all__ = ["turn_of", "unsuited"]
 _BLOCK = 256
 
 
-def unsuited(keys: Coded, turned: Turned, using: Library) -> str | None:
+def unsuited(keys: Coded) -> str | None:
     """Why these keys cannot be turned here, a clause; None where they can."""
-    if not using.has("kvtailor_turns") or (len(turned.keys_in) > 1 and not using.has("kvtailor_joins_maps")):
-        return "no C++ kernels that turn keys were built"
     if isinstance(keys, GridCodes | ResidualCodes | Magnified):
         return f"no C++ kernel turns {type(keys).__name__}"
     return None
