@@ -22,6 +22,7 @@ from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import random_model
 from kvtailor.hf.run.stock import fill, layer_makers
 from kvtailor.ops.attention.definition import reference
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.attention.lanes import Lanes, joint
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
@@ -139,7 +140,7 @@ class Kernels:
 
     def ours(self, query: Tensor, sides: Sequence[tuple[Coded, Coded]], owner: Tensor | None = None) -> Attend:
         """Our kernel: a query (lanes, g, t, d) over the sides of layer i."""
-        return lambda layer: self.attend(query, *sides[layer], scaling=SCALE, owner=owner)[0]
+        return lambda layer: self.attend(AttentionInputs(query, *sides[layer], scaling=SCALE, owner=owner))[0]
 
     def decoded_first(self, query: Tensor, sides: Sequence[tuple[Coded, Coded]]) -> Attend:
         """What runs without a kernel: the codes are decoded to memory, and then read."""

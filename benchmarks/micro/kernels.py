@@ -42,6 +42,7 @@ from kvtailor.attend.quest import Quest
 from kvtailor.bench.measure.machine import read_bandwidth
 from kvtailor.encode.indexed import Indexed
 from kvtailor.hf.mask import LazyMask
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.dispatch import forced, quantiser, using
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.types import Layout, PlainSegment
@@ -226,7 +227,7 @@ def _quest(kernels: Kernels, tokens: int, layers: int) -> list[Side]:
         pages = torch.stack([torch.randperm(tokens // _PAGE)[:count] for _ in range(8)]).to(kernels.device, torch.int32)
 
         def chosen(layer: int) -> Tensor:
-            return read_pages(query, *sides[layer], pages, _PAGE, scaling=SCALE)[0]
+            return read_pages(AttentionInputs(query, *sides[layer], scaling=SCALE), pages, _PAGE)[0]
 
         found.append(Side(name=f"{_BUDGET} tokens of pages", run=chosen, recorded=True))
     layout = Layout(rows=1, heads=8, size=tokens, start=0)

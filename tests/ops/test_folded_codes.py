@@ -16,6 +16,7 @@ from kvtailor.hf.versions import hand_cache
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention import folded_codes
 from kvtailor.ops.attention.folded_codes import attend_coded, unsuited
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.segments.coded import Whole
 
@@ -53,7 +54,7 @@ def test_every_layout(dtype: torch.dtype, layout: str, by_bytes: bool) -> None:
         keys, values = (LAYOUTS[layout](states) for states in states_of(index, dtype, b * h, s, d))
         assert unsuited(keys, values) is None
         query = torch.randn((b * h, g, t, d), generator=torch.Generator().manual_seed(9))
-        found = attend_coded(query, keys, values, scaling=0.1)
+        found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1))
         assert same(found, truth(query, keys, values), 1e-4), (layout, s, d)
 
 
@@ -65,7 +66,7 @@ def test_sides_of_unequal_width_masks_weights_and_large_queries(by_bytes: bool) 
     visible = torch.rand((4, 3, 300), generator=state) < 0.2
     visible[0, 0] = False
     log_weight = torch.rand((4, 300), generator=state) * 3
-    found = attend_coded(query, keys, values, scaling=0.1, visible=visible, log_weight=log_weight)
+    found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1, visible=visible, log_weight=log_weight))
     assert same(found, truth(query, keys, values, visible, log_weight), 1e-4)
     assert not same(found, truth(query, keys, values, visible), 1e-4)
 
@@ -84,14 +85,14 @@ def test_tokens_that_have_moved_use_the_tables_they_were_coded_with(by_bytes: bo
     keys, values = keys.regather(lane, slot), values.regather(lane, slot)
     assert keys.row is not None
     query = torch.randn((3, 2, 1, 64), generator=state)
-    assert same(attend_coded(query, keys, values, scaling=0.1), truth(query, keys, values), 1e-4)
+    assert same(attend_coded(AttentionInputs(query, keys, values, scaling=0.1)), truth(query, keys, values), 1e-4)
 
 
 def test_a_query_that_is_no_number_gives_none(by_bytes: bool) -> None:
     keys, values = (TokenCodes.symmetric(each, 8) for each in states_of(3, torch.float32, 2, 70, 16))
     query = torch.randn(2, 1, 1, 16)
     query[0, 0, 0, 3] = torch.nan
-    out, _ = attend_coded(query, keys, values, scaling=0.1)
+    out, _ = attend_coded(AttentionInputs(query, keys, values, scaling=0.1))
     assert out[0].isnan().all() and out[1].isfinite().all()
 
 

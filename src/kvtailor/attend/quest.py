@@ -27,6 +27,7 @@ from kvtailor.attend.contract import READS_ALL, Attended, Attention, AttentionRe
 from kvtailor.errors import CacheMisuse
 from kvtailor.method import Serves
 from kvtailor.ops import dispatch
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import lane_sees, lanes_of, read_all, read_lanes
 from kvtailor.ops.segments.best_pages import BestPages
@@ -286,15 +287,17 @@ def _in_place(query: Tensor, chosen: _Chosen, scaling: float, softcap: float | N
             table = table[:-1].view(lanes, count).sort(1, descending=True).values[:, : place.shape[1]]
         found.append(
             attend(
-                query,
-                keys,
-                values,
+                AttentionInputs(
+                    query,
+                    keys,
+                    values,
+                    scaling=scaling,
+                    softcap=softcap,
+                    owner=None if part.layout.owner is None else part.layout.owner.to(query.device),
+                    visible=None if pages.seen is None else pages.seen[:, None],
+                ),
                 table.to(torch.int32),
                 part.page,
-                scaling=scaling,
-                softcap=softcap,
-                owner=None if part.layout.owner is None else part.layout.owner.to(query.device),
-                visible=None if pages.seen is None else pages.seen[:, None],
             )
         )
     return found

@@ -14,6 +14,7 @@ from tests.ops.gpu.exact_attention import DEVICE, needs_triton
 from benchmarks.micro import cases, kernels
 from benchmarks.micro.__main__ import micro
 from benchmarks.micro.timer import Measured, Side
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.dispatch import using
 
 pytestmark = needs_triton
@@ -52,9 +53,9 @@ def test_all_of_it_runs(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     right = attend.attend_coded
 
-    def wrong(query: Any, keys: Any, values: Any, **how: Any) -> Any:
-        out, lse = right(query, keys, values, **how)
-        return (out * 1.05 if getattr(keys, "bits", None) == 8 else out), lse
+    def wrong(inputs: AttentionInputs) -> Any:
+        out, lse = right(inputs)
+        return (out * 1.05 if getattr(inputs.keys, "bits", None) == 8 else out), lse
 
     monkeypatch.setattr(attend, "attend_coded", wrong)
     tables, said = measured()

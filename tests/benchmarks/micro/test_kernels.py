@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from benchmarks.micro import cases, kernels
 from benchmarks.micro.__main__ import micro
 from kvtailor.errors import KvtailorError
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.cpu.library import built
 
 needs_cpu_kernels = pytest.mark.skipif(not built(), reason="the C++ kernels were not built: no compiler")
@@ -56,9 +57,9 @@ def test_a_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = cases.attend_coded
 
-    def wrong(query: Any, keys: Any, values: Any, **how: Any) -> Any:
-        out, lse = right(query, keys, values, **how)
-        return (out * 1.05 if getattr(keys, "bits", None) == 8 else out), lse
+    def wrong(inputs: AttentionInputs) -> Any:
+        out, lse = right(inputs)
+        return (out * 1.05 if getattr(inputs.keys, "bits", None) == 8 else out), lse
 
     monkeypatch.setattr(cases, "APART", 1)
     monkeypatch.setattr(cases, "attend_coded", wrong)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_variant, exact, needs_built, states_of
@@ -9,6 +11,7 @@ from tests.ops.cpu.coded_truth import same, truth
 
 from kvtailor.ops.attention import folded_codes
 from kvtailor.ops.attention.folded import merge
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.cpu import attention
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
 from kvtailor.ops.cpu.library import Library
@@ -39,14 +42,22 @@ def test_every_kind_of_layout(library: Library, dtype: torch.dtype, layout: str)
         keys, values = (LAYOUTS[layout](states) for states in states_of(seed, dtype, n, s, d))
         query = torch.randn((n, g, t, d), generator=torch.Generator().manual_seed(9))
         expected = truth(query, keys, values, softcap=CAP)
-        assert same(attend_coded(query, keys, values, scaling=0.1, softcap=CAP, using=library), expected, tolerance)
+        assert same(
+            attend_coded(AttentionInputs(query, keys, values, scaling=0.1, softcap=CAP), using=library),
+            expected,
+            tolerance,
+        )
         if s > 1:
-            assert not same(attend_coded(query, keys, values, scaling=0.1, using=library), expected, 10 * tolerance)
+            assert not same(
+                attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library), expected, 10 * tolerance
+            )
         # A cap that no logit comes near changes nothing but rounding, and none at all changes no bit.
-        plain = attend_coded(query, keys, values, scaling=0.1, using=library)
+        plain = attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library)
         wide = plain[0].double(), plain[1].double()
-        assert same(attend_coded(query, keys, values, scaling=0.1, softcap=1e5, using=library), wide, 2e-5)
-        again = attend_coded(query, keys, values, scaling=0.1, softcap=None, using=library)
+        assert same(
+            attend_coded(AttentionInputs(query, keys, values, scaling=0.1, softcap=1e5), using=library), wide, 2e-5
+        )
+        again = attend_coded(AttentionInputs(query, keys, values, scaling=0.1, softcap=None), using=library)
         assert all(map(torch.equal, plain, again))
 
 
@@ -62,10 +73,10 @@ def test_masks_and_weights_come_after_the_cap(library: Library, layout: str) -> 
     log_weight = torch.rand((4, 300), generator=state) * 3
     how = {"visible": visible, "log_weight": log_weight}
     expected = truth(query, keys, values, **how, softcap=CAP)
-    for attend in (lambda *a, **k: attend_coded(*a, using=library, **k), folded_codes.attend_coded):
+    for attend in (partial(attend_coded, using=library), folded_codes.attend_coded):
         if attend is folded_codes.attend_coded and layout == "plain":
             continue
-        assert same(attend(query, keys, values, scaling=0.1, softcap=CAP, **how), expected, 1e-4)
+        assert same(attend(AttentionInputs(query, keys, values, scaling=0.1, softcap=CAP, **how)), expected, 1e-4)
 
 
 @needs_built
@@ -80,7 +91,7 @@ def test_mass_of_capped_logits_beside_a_sink(library: Library, layout: str) -> N
         tuple(LAYOUTS[layout](states) for states in states_of(seed, torch.float32, 2, slots, 64))
         for seed, slots in ((1, 63), (2, 300))
     ]
-    found = [attend_keeping(query, *sides, scaling=0.1, softcap=CAP, using=library) for sides in parts]
+    found = [attend_keeping(AttentionInputs(query, *sides, scaling=0.1, softcap=CAP), using=library) for sides in parts]
     out, lse = merge([each[:2] for each in found], sinks)
     keys, values = (torch.cat([exact(sides[i]) for sides in parts], 1).double() for i in range(2))
     logits = torch.einsum("ngtd,nsd->ngts", query.double(), keys) * 0.1
@@ -103,7 +114,7 @@ def test_the_kernels_tanh_is_within_4e_7(library: Library) -> None:
     query[..., 0] = 1.0
     sides = Whole(states=keys), Whole(states=keys)
     # The log-sum-exp of a single token is its logit.
-    _, lse = attend_coded(query, *sides, scaling=1.0, softcap=1.0, using=library)
+    _, lse = attend_coded(AttentionInputs(query, *sides, scaling=1.0, softcap=1.0), using=library)
     exactly = at.double().tanh()
     found = lse.flatten().double()
     assert float((found - exactly).abs().max()) < 4e-7
@@ -112,7 +123,7 @@ def test_the_kernels_tanh_is_within_4e_7(library: Library) -> None:
     assert float(found.abs().max()) <= 1 + 4e-7
     # What is no number stays none.
     keys[0, 0, 0] = torch.nan
-    assert attend_coded(query, *sides, scaling=1.0, softcap=1.0, using=library)[1][0].isnan().all()
+    assert attend_coded(AttentionInputs(query, *sides, scaling=1.0, softcap=1.0), using=library)[1][0].isnan().all()
 
 
 @every_dtype
@@ -120,7 +131,7 @@ def test_the_kernels_tanh_is_within_4e_7(library: Library) -> None:
 def test_folded_in_torch(dtype: torch.dtype, layout: str) -> None:
     keys, values = (LAYOUTS[layout](states) for states in states_of(3, dtype, 3, 63, 64))
     query = torch.randn((3, 2, 2, 64), generator=torch.Generator().manual_seed(9))
-    found = folded_codes.attend_coded(query, keys, values, scaling=0.1, softcap=CAP)
+    found = folded_codes.attend_coded(AttentionInputs(query, keys, values, scaling=0.1, softcap=CAP))
     assert same(found, truth(query, keys, values, softcap=CAP), 1e-4)
 
 

@@ -22,6 +22,7 @@ from tests.ops.cpu.coded_layouts import (
 )
 from tests.ops.cpu.coded_truth import merges_ragged_lanes, same, truth
 
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.codes.floats import NvCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
@@ -58,7 +59,7 @@ def every_size(layout: str, dtype: torch.dtype) -> list[tuple]:
 def test_every_layout(library: Library, dtype: torch.dtype, layout: str) -> None:
     tolerance = 1e-5 if dtype == torch.float32 or layout == "plain" else COARSE
     for query, keys, values, expected in every_size(layout, dtype):
-        found = attend_coded(query, keys, values, scaling=0.1, using=library)
+        found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library)
         assert same(found, expected, tolerance), (layout, query.shape)
 
 
@@ -69,7 +70,11 @@ def test_each_side_has_its_own_layout_and_width(library: Library, of_keys: str, 
     states, _ = states_of(1, torch.bfloat16, 3, 70, 64)
     keys, values = LAYOUTS[of_keys](states), LAYOUTS[of_values](states_of(2, torch.bfloat16, 3, 70, 40)[1])
     query = torch.randn(3, 2, 1, 64)
-    assert same(attend_coded(query, keys, values, scaling=0.1, using=library), truth(query, keys, values), COARSE)
+    assert same(
+        attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library),
+        truth(query, keys, values),
+        COARSE,
+    )
 
 
 @every_variant
@@ -83,7 +88,9 @@ def test_what_is_seen_and_how_much_it_counts(library: Library, layout: str, shap
     if visible.shape[:2].numel() > 1:
         visible[0, 0] = False
     log_weight = torch.rand((4, 300), generator=state) * 3
-    found = attend_coded(query, keys, values, scaling=0.1, visible=visible, log_weight=log_weight, using=library)
+    found = attend_coded(
+        AttentionInputs(query, keys, values, scaling=0.1, visible=visible, log_weight=log_weight), using=library
+    )
     full = visible.expand(4, 3, 300)
     assert same(found, truth(query, keys, values, full, log_weight))
     assert not same(found, truth(query, keys, values, full))
@@ -141,7 +148,7 @@ def test_runs_that_no_vector_divides_stay_within_their_block(library: Library, r
     keys, values = states_of(12, torch.float32, 2, 511, 32)
     coded = ChannelCodes.of(keys, 4, 15), Whole(states=values)
     query, visible = torch.randn(2, rows, 1, 32), torch.rand(2, 1, 511) < 0.8
-    found = attend_coded(query, *coded, scaling=0.1, visible=visible, using=library)
+    found = attend_coded(AttentionInputs(query, *coded, scaling=0.1, visible=visible), using=library)
     assert same(found, truth(query, *coded, visible))
 
 
@@ -152,7 +159,11 @@ def test_moved_tokens_use_the_scales_they_were_coded_with(library: Library) -> N
     lane, slot = torch.randint(0, 3, (2, 50), generator=state), torch.randint(0, 100, (2, 50), generator=state)
     keys, values = keys.regather(lane, slot), values.regather(lane, slot)
     query = torch.randn((2, 4, 1, 64), generator=state)
-    assert same(attend_coded(query, keys, values, scaling=0.1, using=library), truth(query, keys, values), COARSE)
+    assert same(
+        attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library),
+        truth(query, keys, values),
+        COARSE,
+    )
 
 
 @every_variant
@@ -169,7 +180,11 @@ def test_moved_floats_use_the_scale_of_their_run(library: Library, size: int) ->
         )
         keys, values = keys.regather(lane, slot), values.regather(lane, slot)
         assert keys.row is not None
-        assert same(attend_coded(query, keys, values, scaling=0.1, using=library), truth(query, keys, values), 2e-5)
+        assert same(
+            attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library),
+            truth(query, keys, values),
+            2e-5,
+        )
 
 
 @every_variant
@@ -181,7 +196,7 @@ def test_sums_fade_when_later_tokens_weigh_more(library: Library, layout: str) -
     coded = LAYOUTS[layout](keys), LAYOUTS[layout](values)
     query = torch.rand(1, 3, 1, width_of(coded[0]))
     query[..., 128:] = 0
-    assert same(attend_coded(query, *coded, scaling=0.1, using=library), truth(query, *coded))
+    assert same(attend_coded(AttentionInputs(query, *coded, scaling=0.1), using=library), truth(query, *coded))
 
 
 @every_variant
@@ -191,7 +206,7 @@ def test_floats_of_every_size_of_states(library: Library) -> None:
         for of in ("nvfp4", "mxfp4", "mxfp8", "mxfp8_e5m2"):
             keys, values = (LAYOUTS[of](x * factor) for x in states_of(5, torch.float32, 2, 70, 128))
             query = torch.randn(2, 2, 1, 128) / factor
-            found, lse = attend_coded(query, keys, values, scaling=0.1, using=library)
+            found, lse = attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library)
             expected = truth(query, keys, values)
             assert same((found / factor, lse), (expected[0] / factor, expected[1]), 2e-5), (factor, of)
 
@@ -202,7 +217,7 @@ def test_a_part_of_a_larger_buffer(library: Library, dtype: torch.dtype) -> None
     keys, values = states_of(8, dtype, 4, 90, 64)
     inside = Whole(states=keys[:, 3:70]), Whole(states=values[:, 3:70])
     query = torch.randn(4, 2, 1, 64)
-    assert same(attend_coded(query, *inside, scaling=0.1, using=library), truth(query, *inside))
+    assert same(attend_coded(AttentionInputs(query, *inside, scaling=0.1), using=library), truth(query, *inside))
 
 
 @every_variant
@@ -211,7 +226,7 @@ def test_threads_share_the_work_and_change_nothing(library: Library, layout: str
     keys, values = (LAYOUTS[layout](states) for states in states_of(10, torch.bfloat16, 3, 3000, 64))
     query = torch.randn(3, 4, 1, 64)
     assert keys.decode().numel() * 4 > attention._SMALL
-    found = attend_coded(query, keys, values, scaling=0.1, using=library)
+    found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library)
     assert same(found, truth(query, keys, values), COARSE)
 
 
@@ -225,7 +240,7 @@ def test_tokens_of_every_length(library: Library, bits: int) -> None:
         keys, values = states_of(size + group, torch.bfloat16, 2, next(slots), size)
         coded = ChannelCodes.of(keys, bits, group), TokenCodes.of(values, bits, min(group, size))
         query = torch.randn(2, rows, 1, size)
-        found = attend_coded(query, *coded, scaling=0.1, using=library)
+        found = attend_coded(AttentionInputs(query, *coded, scaling=0.1), using=library)
         assert same(found, truth(query, *coded), COARSE), (size, group, rows, keys.shape[1])
 
 
@@ -247,7 +262,7 @@ def test_values_that_are_all_equal_cost_the_others_nothing(library: Library, bit
     for coded in sides:
         for rows in (1, 4):
             query = torch.randn((2, rows, 1, 128), generator=torch.Generator().manual_seed(rows)) * 30
-            found = attend_coded(query, *coded, scaling=0.1, using=library)
+            found = attend_coded(AttentionInputs(query, *coded, scaling=0.1), using=library)
             assert same(found, truth(query, *coded), COARSE), rows
 
 
@@ -265,8 +280,8 @@ def test_tokens_with_others_bytes_between_them(library: Library, bits: int, size
         spread.append(replace(side, codes=buffer[..., 8 : 8 + bytes_of]))
     for rows in (1, 4):
         query = torch.randn(2, rows, 1, size)
-        apart = attend_coded(query, *spread, scaling=0.1, using=library)
-        assert all(map(torch.equal, apart, attend_coded(query, *coded, scaling=0.1, using=library)))
+        apart = attend_coded(AttentionInputs(query, *spread, scaling=0.1), using=library)
+        assert all(map(torch.equal, apart, attend_coded(AttentionInputs(query, *coded, scaling=0.1), using=library)))
 
 
 @every_variant
@@ -277,7 +292,7 @@ def test_what_is_no_number_stays_in_its_row_and_lane(library: Library, bits: int
     for rows in (1, 2, 4):
         query = torch.randn(2, rows, 1, 64)
         query[0, rows - 1, 0, 9] = torch.nan
-        out, lse = attend_coded(query, *coded, scaling=0.1, using=library)
+        out, lse = attend_coded(AttentionInputs(query, *coded, scaling=0.1), using=library)
         assert out[0, rows - 1].isnan().all() and lse[0, rows - 1].isnan().all()
         assert out[0, : rows - 1].isfinite().all() and out[1].isfinite().all()
         query[0, rows - 1, 0, 9] = 0
@@ -286,7 +301,7 @@ def test_what_is_no_number_stays_in_its_row_and_lane(library: Library, bits: int
                 step = coded[side].step.clone()
                 step[at] = wrong
                 sides = [replace(each, step=step) if each is coded[side] else each for each in coded]
-                out, _ = attend_coded(query, *sides, scaling=0.1, using=library)
+                out, _ = attend_coded(AttentionInputs(query, *sides, scaling=0.1), using=library)
                 assert not out[0].isfinite().any() and out[1].isfinite().all(), (rows, side, wrong)
 
 
@@ -295,24 +310,24 @@ def test_numbers_that_overflow_are_not_swallowed(library: Library) -> None:
     keys, values = states_of(11, torch.float16, 1, 40, 32)
     keys[0, 5, 3] = torch.nan
     out, _ = attend_coded(
-        torch.randn(1, 1, 1, 32), Whole(states=keys), Whole(states=values), scaling=0.1, using=library
+        AttentionInputs(torch.randn(1, 1, 1, 32), Whole(states=keys), Whole(states=values), scaling=0.1), using=library
     )
     assert out.isnan().any()
     coded = TokenCodes.symmetric(values.repeat(1, 1, 4), 8)
     query = torch.full((1, 2, 1, 128), 0.1)
     query[0, 1, 0, 3] = torch.nan
-    out, lse = attend_coded(query, coded, coded, scaling=0.1, using=library)
+    out, lse = attend_coded(AttentionInputs(query, coded, coded, scaling=0.1), using=library)
     assert out[0, 0].isfinite().all() and out[0, 1].isnan().all() and lse.isnan().tolist() == [[[False], [True]]]
     for wrong in (torch.nan, torch.inf):
         coded.step[0, 5] = wrong
         for group in (1, 2, 4):
             query = torch.randn(1, group, 1, 32)
-            out, _ = attend_coded(query, Whole(states=keys), coded, scaling=0.1, using=library)
+            out, _ = attend_coded(AttentionInputs(query, Whole(states=keys), coded, scaling=0.1), using=library)
             assert not out.isfinite().any()
     values[0, 6, 7] = torch.inf
     keys[0, 5, 3] = 0
     out, _ = attend_coded(
-        torch.randn(1, 1, 1, 32), Whole(states=keys), Whole(states=values), scaling=0.1, using=library
+        AttentionInputs(torch.randn(1, 1, 1, 32), Whole(states=keys), Whole(states=values), scaling=0.1), using=library
     )
     assert not out[..., 7].isfinite().all() and out[..., 8].isfinite().all()
 
@@ -336,7 +351,7 @@ def test_any_shape(library: Library, data: st.DataObject) -> None:
         torch.randn((h, g, t, width_of(keys)), generator=state),
         torch.rand((h, t, s), generator=state) < 0.8,
     )
-    found = attend_coded(query, keys, values, scaling=0.1, visible=visible, using=library)
+    found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1, visible=visible), using=library)
     assert same(found, truth(query, keys, values, visible), 1e-5 if dtype == torch.float32 else COARSE)
 
 

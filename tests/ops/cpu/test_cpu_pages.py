@@ -7,6 +7,7 @@ import torch
 from tests.ops.cpu.coded_layouts import COARSE, every_dtype, every_variant, needs_built, states_of
 from tests.ops.cpu.coded_truth import same, truth
 
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.cpu import attention
 from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.cpu.pages import attend_pages, page_bounds, unsuited_pages
@@ -42,7 +43,9 @@ def test_only_the_named_pages_are_read(library: Library, dtype: torch.dtype, siz
     visible = torch.rand((5, 1, 63), generator=state) < seen if seen < 1 else None
     sides = Whole(states=keys), Whole(states=values)
     assert unsuited_pages(*sides) is None
-    found = attend_pages(query, *sides, PAGES, 4, scaling=0.1, owner=OWNER, visible=visible, using=library)
+    found = attend_pages(
+        AttentionInputs(query, *sides, scaling=0.1, owner=OWNER, visible=visible), PAGES, 4, using=library
+    )
     sees = named if visible is None else named & visible[:, 0]
     for owner in range(5):
         lanes = owner == OWNER
@@ -61,7 +64,7 @@ def test_pages_that_follow_each_other_fill_blocks(library: Library) -> None:
     keys, values = (Whole(states=each) for each in states_of(3, torch.bfloat16, 2, 600, 32))
     query = torch.randn(2, 4, 1, 32)
     pages = torch.stack([torch.randperm(38) for _ in range(2)])
-    found = attend_pages(query, keys, values, pages, 16, scaling=0.1, using=library)
+    found = attend_pages(AttentionInputs(query, keys, values, scaling=0.1), pages, 16, using=library)
     assert same(found, truth(query, keys, values), COARSE)
 
 

@@ -11,6 +11,7 @@ import torch
 from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_variant, needs_built, states_of
 from tests.ops.cpu.coded_truth import same, truth
 
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.grids import GridCodes
@@ -28,7 +29,7 @@ def test_the_last_of_an_odd_number_of_channels_has_no_second(library: Library, d
     for bits in (2, 3, 4):
         keys, values = (GridCodes.of(x, bits, keep_norm=True) for x in states_of(size, dtype, 3, 63, size))
         query = torch.randn(3, 3, 2, size)
-        found = attend_coded(query, keys, values, scaling=0.1, using=library)
+        found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library)
         assert same(found, truth(query, keys, values), 1e-5), bits
 
 
@@ -39,7 +40,7 @@ def test_signs_of_any_number_of_channels(library: Library, dtype: torch.dtype, s
     for bits, state in ((2, 0), (3, 1)):
         keys, values = (ResidualCodes.of(x, bits, state, keep_norm=False) for x in states_of(size, dtype, 3, 63, size))
         query = torch.randn(3, 3, 2, 2 * size) / 3
-        found = attend_coded(query, keys, values, scaling=0.1, using=library)
+        found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library)
         assert same(found, truth(query, keys, values), 1e-5), bits
 
 
@@ -50,7 +51,7 @@ def test_levels_of_tokens_that_fill_vectors(library: Library, layout: str) -> No
     for size, rows in itertools.product([128, 256, 384], [1, 2, 3, 4]):
         keys, values = (LAYOUTS[layout](x) for x in states_of(size + rows, torch.bfloat16, 2, next(slots), size))
         query = torch.randn(2, rows, 1, size)
-        found = attend_coded(query, keys, values, scaling=0.1, using=library)
+        found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library)
         assert same(found, truth(query, keys, values), COARSE), (size, rows)
 
 
@@ -63,7 +64,7 @@ def test_no_sum_of_the_largest_levels_overflows(library: Library, code: int) -> 
         side = replace(side, codes=torch.full_like(side.codes, code), scale=torch.ones_like(side.scale))
         for rows in (1, 2, 4):
             query = torch.ones(1, rows, 1, size) / size
-            found = attend_coded(query, side, side, scaling=0.1, using=library)
+            found = attend_coded(AttentionInputs(query, side, side, scaling=0.1), using=library)
             assert same(found, truth(query, side, side), COARSE), (size, rows)
 
 
@@ -85,13 +86,13 @@ def test_signs_with_others_bytes_between_them(library: Library, rows: int) -> No
     alone, usual = (attend(query[:1], *sides, owner=owner) for sides in (spread, (keys, values)))
     assert same(alone, (usual[0].double(), usual[1].double()))
     query[0, rows - 1, 0, 99] = torch.nan
-    out, lse = attend_coded(query, keys, values, scaling=0.1, using=library)
+    out, lse = attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library)
     assert out[0, rows - 1].isnan().all() and lse[0, rows - 1].isnan().all()
     assert out[0, : rows - 1].isfinite().all() and out[1].isfinite().all()
     query[0, rows - 1, 0, 99] = 0
     rest = values.rest.clone()
     rest[1, 7] = torch.inf
-    out, _ = attend_coded(query, keys, replace(values, rest=rest), scaling=0.1, using=library)
+    out, _ = attend_coded(AttentionInputs(query, keys, replace(values, rest=rest), scaling=0.1), using=library)
     assert not out[1, :, :, 72:].isfinite().any() and out[1, :, :, :72].isfinite().all() and out[0].isfinite().all()
 
 
@@ -107,7 +108,7 @@ def test_no_sum_of_the_largest_numbers_of_blocks_overflows(library: Library, lay
         side = LAYOUTS[layout](torch.ones(1, 520, size, dtype=torch.bfloat16))
         side = replace(side, codes=torch.full_like(side.codes, code))
         query = torch.ones(1, rows, 1, size) / size
-        found = attend_coded(query, side, side, scaling=0.1, using=library)
+        found = attend_coded(AttentionInputs(query, side, side, scaling=0.1), using=library)
         assert same(found, truth(query, side, side), COARSE), (size, rows)
 
 
@@ -123,7 +124,7 @@ def test_a_loud_block_takes_nothing_from_the_others(library: Library, layout: st
     for rows in (1, 2, 4):
         query = torch.randn(2, rows, 1, 128)
         (found, lse), (out, whole) = (
-            attend_coded(query, keys, values, scaling=0.1, using=library),
+            attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library),
             truth(query, keys, values),
         )
         for first in range(0, 128, 32):

@@ -11,6 +11,7 @@ from tests.ops.cpu.coded_truth import same, truth
 from torch import Tensor
 
 from kvtailor.ops.attention.definition import reference
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.cpu import attention
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
 from kvtailor.ops.cpu.library import Library
@@ -59,13 +60,13 @@ def test_equals_the_states(library: Library, dtype: torch.dtype, layout: str) ->
         assert unsuited(keys, values) is None
         query = torch.randn((owners, group, new, size), generator=torch.Generator().manual_seed(3))
         tolerance = COARSE if dtype != torch.float32 else 1e-5
-        found = attend_coded(query, keys, values, scaling=0.1, using=library)
+        found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library)
         assert same(found, truth(query, key_states, value_states), tolerance)
         # Each side for itself.
         plain = Whole(states=states_of(9, dtype, owners, slots, size)[0])
-        found = attend_coded(query, keys, plain, scaling=0.1, using=library)
+        found = attend_coded(AttentionInputs(query, keys, plain, scaling=0.1), using=library)
         assert same(found, truth(query, key_states, plain), tolerance)
-        found = attend_coded(query, plain, values, scaling=0.1, using=library)
+        found = attend_coded(AttentionInputs(query, plain, values, scaling=0.1), using=library)
         assert same(found, truth(query, plain, value_states), tolerance)
 
 
@@ -78,7 +79,7 @@ def test_caps_and_what_is_seen_and_how_much_it_counts(library: Library, layout: 
     visible[0, 0] = False
     log_weight = torch.rand((3, 300), generator=generator) * 3
     how = {"visible": visible, "log_weight": log_weight, "softcap": 1.5}
-    found = attend_coded(query, keys, values, scaling=0.1, using=library, **how)
+    found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1, **how), using=library)
     assert same(found, truth(query, key_states, value_states, **how))
     assert not same(found, truth(query, key_states, value_states, visible, log_weight))
 
@@ -90,7 +91,9 @@ def test_lanes_of_an_owner(library: Library, layout: str) -> None:
     keys, key_states, values, value_states = pair(layout, torch.float32, 6, 64, 32, 0.1)
     owner, lengths = torch.tensor([0, 0, 0, 0, 1, 1]), torch.tensor([64, 64, 64, 64, 64, 9], dtype=torch.int32)
     query = torch.randn(2, 3, 1, 32)
-    out, lse = attend_coded(query, keys, values, scaling=0.1, owner=owner, lengths=lengths, using=library)
+    out, lse = attend_coded(
+        AttentionInputs(query, keys, values, scaling=0.1, owner=owner, lengths=lengths), using=library
+    )
     for mine in range(2):
         lanes = (owner == mine).nonzero()[:, 0].tolist()
         k, v = (
@@ -106,7 +109,7 @@ def test_lanes_of_an_owner(library: Library, layout: str) -> None:
 def test_mass_is_that_of_the_weights_and_not_of_what_they_are_multiplied_with(library: Library, layout: str) -> None:
     keys, key_states, values, _ = pair(layout, torch.float32, 2, 300, 24, 0.1)
     query, counts = torch.randn(2, 3, 2, 24), torch.rand(2, 2)
-    _, lse, kept = attend_keeping(query, keys, values, scaling=0.1, using=library)
+    _, lse, kept = attend_keeping(AttentionInputs(query, keys, values, scaling=0.1), using=library)
     rows = query.double().reshape(1, 6, 2, 24)
     weights = reference(rows, key_states.states[None], key_states.states[None], None, 0.1, None)[2]
     expected = torch.einsum("ngts,nt->ns", weights[0], counts.double())
@@ -117,7 +120,7 @@ def test_what_does_not_fit_is_refused() -> None:
     keys, _, values, _ = pair("plain", torch.float32, 2, 9, 8, 0.4)
     narrow = replace(keys, own=replace(keys.own, whole=keys.own.whole[:, :5]))
     with pytest.raises(ValueError, match="tokens that are whole have 5 channels, and directions 8"):
-        attend_coded(torch.randn(2, 1, 1, 8), narrow, values, scaling=1.0)
+        attend_coded(AttentionInputs(torch.randn(2, 1, 1, 8), narrow, values, scaling=1.0))
     signs = replace(keys, directions=LAYOUTS["signs3"](torch.randn(2, 9, 8)))
     assert "no C++ kernel reads ResidualCodes and magnitudes" in str(unsuited(signs, values))
     own = keys.own

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvtailor.encode.contract import CodecContext
 from kvtailor.ops import dispatch
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.attention.parts import read_all
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
 from kvtailor.ops.cpu.library import Library
@@ -99,15 +100,17 @@ def lengths(layout: Layout, lane: int) -> int:
 def read(query: Tensor, own: StoredSides, library: Library, **how: Any) -> tuple[Tensor, Tensor]:
     layout = own.layout
     found = attend_coded(
-        own.asked(query),
-        own.keys,
-        own.values,
-        scaling=SCALING,
-        owner=layout.owner,
-        lengths=layout.lengths,
-        offset=(own.offsetting, query),
+        AttentionInputs(
+            own.asked(query),
+            own.keys,
+            own.values,
+            scaling=SCALING,
+            owner=layout.owner,
+            lengths=layout.lengths,
+            offset=(own.offsetting, query),
+            **how,
+        ),
         using=library,
-        **how,
     )
     return own.given(*found, query, SCALING)
 
@@ -179,7 +182,7 @@ def test_pages_of_heads_and_their_mass(library: Library) -> None:
     expected = truth(query, part, "halves")
     assert near(read(query, own, library), expected)
     how: dict[str, Any] = {"owner": layout.owner, "lengths": layout.lengths, "offset": (own.offsetting, query)}
-    out, lse, kept = attend_keeping(query, own.keys, own.values, scaling=SCALING, using=library, **how)
+    out, lse, kept = attend_keeping(AttentionInputs(query, own.keys, own.values, scaling=SCALING, **how), using=library)
     mass = kept.mass(lse, torch.ones(2 * HEADS, 1))
     assert near((out, lse), expected) and float((mass.sum() - 4 * 2 * HEADS).abs()) < 1e-3
 

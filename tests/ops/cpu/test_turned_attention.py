@@ -12,6 +12,7 @@ from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_vari
 from tests.ops.cpu.coded_truth import same, truth
 from torch import Tensor
 
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.codes.hadamard import coordinates
 from kvtailor.ops.cpu import attention
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
@@ -91,7 +92,7 @@ def test_every_layout_is_turned(library: Library, dtype: torch.dtype, layout: st
         if index:
             turned = turned._replace(first=torch.tensor([0, 7, 1200])[:b].repeat_interleave(h))
         query = torch.randn((b * h, g, t, d), generator=torch.Generator().manual_seed(9))
-        found = attend_coded(query, keys, values, scaling=0.1, turned=turned, using=library)
+        found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1, turned=turned), using=library)
         tolerance = 1e-5 if dtype == torch.float32 or layout == "plain" else COARSE
         assert same(found, expected(query, keys, values, turned), tolerance), (layout, index)
 
@@ -110,10 +111,10 @@ def test_each_lane_has_its_own_far_positions(library: Library, interleaved: bool
     """Up to some 90,000, where a float32 angle is off by a hundredth of what a turn of the last plane would be."""
     keys, values = (Whole(states=states) for states in states_of(1, torch.float32, 3, 600, 64))
     turned, query = turned_by(64, lane_positions(3, 600), interleaved=interleaved), torch.randn(3, 2, 1, 64)
-    found = attend_coded(query, keys, values, scaling=0.1, turned=turned, using=library)
+    found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1, turned=turned), using=library)
     assert same(found, expected(query, keys, values, turned))
     nearer = turned._replace(layout=Layout(rows=1, heads=3, size=600, positions=turned.layout.positions - 1))
-    later = attend_coded(query, keys, values, scaling=0.1, turned=nearer, using=library)
+    later = attend_coded(AttentionInputs(query, keys, values, scaling=0.1, turned=nearer), using=library)
     assert not same(later, expected(query, keys, values, turned), 1e-3)
 
 
@@ -143,7 +144,7 @@ def test_coordinates_become_channels_before(
         turned = turned_by(size, Layout(rows=b, heads=heads // joined, size=s, start=5), *maps, joined=joined)
         turned = turned._replace(first=torch.tensor([0, 9]).repeat_interleave(heads // joined))
         query = torch.randn((lanes, 3 * joined, 1, size), generator=state) * 3
-        found = attend_coded(query, keys, values, scaling=0.1, turned=turned, using=library)
+        found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1, turned=turned), using=library)
         tolerance = 2e-5 if dtype == torch.float32 else COARSE
         assert same(found, expected(query, keys, values, turned), tolerance), (layout, len(maps))
 
@@ -157,7 +158,9 @@ def test_what_is_seen_and_what_each_slot_receives(library: Library, layout: str)
     visible[0, 0], weight = False, torch.rand((4, 300), generator=state)
     turned = turned_by(64, Layout(rows=1, heads=4, size=300, start=0))
     how = {"visible": visible, "log_weight": weight}
-    out, lse, kept = attend_keeping(query, keys, values, scaling=0.1, turned=turned, using=library, **how)
+    out, lse, kept = attend_keeping(
+        AttentionInputs(query, keys, values, scaling=0.1, turned=turned, **how), using=library
+    )
     assert same((out, lse), expected(query, keys, values, turned, **how))
     logits = query.double() @ model_keys(exact(keys), turned)[:, None].mT * 0.1 + weight[:, None, None]
     shares = (logits - lse[..., None]).exp().masked_fill(~visible[:, None], 0).nan_to_num(0)
@@ -176,13 +179,9 @@ def test_filled_slots_alone_are_read(library: Library, owned: bool) -> None:
     layout = lane_positions(4, 300) if owned else Layout(rows=1, heads=4, size=300, start=40)
     turned, query = turned_by(32, layout), torch.randn(3 if owned else 4, 3, 1, 32)
     out, lse = attend_coded(
-        query,
-        Whole(states=keys),
-        Whole(states=values),
-        scaling=0.1,
-        owner=owner,
-        lengths=lengths,
-        turned=turned,
+        AttentionInputs(
+            query, Whole(states=keys), Whole(states=values), scaling=0.1, owner=owner, lengths=lengths, turned=turned
+        ),
         using=library,
     )
     whole, of_lane = model_keys(keys, turned), [0, 1, 2, 3] if owner is None else owner.tolist()
@@ -201,7 +200,7 @@ def test_threads_share_what_is_turned(library: Library, threads: int) -> None:
     keys, values = (LAYOUTS["fitted4"](states) for states in states_of(10, torch.bfloat16, 6, 400, 64))
     query, turned = torch.randn(6, 4, 1, 64), turned_by(64, Layout(rows=2, heads=3, size=400, start=0))
     assert keys.decode().numel() * 4 > attention._SMALL
-    found = attend_coded(query, keys, values, scaling=0.1, turned=turned, using=library)
+    found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1, turned=turned), using=library)
     assert same(found, expected(query, keys, values, turned), COARSE)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.segments.coded import Coded, Whole
@@ -70,7 +71,9 @@ def floats(group: int = 64) -> Coded:
 
 def decoding(keys: Coded, values: Coded, *, group: int = 4, new: int = 1, head: int = HEAD, **more: Any) -> list[Call]:
     query = empty(LANES, group, new, head)
-    plan = plan_of(query, [Part(keys=keys, values=values, **more)], scaling=0.1, processors=132)
+    own = {name: more.pop(name) for name in ("causal", "pages", "page", "splits") if name in more}
+    inputs = AttentionInputs(query, keys, values, scaling=0.1, **more)
+    plan = plan_of([Part(inputs=inputs, **own)], processors=132)
     return list(plan.calls)
 
 

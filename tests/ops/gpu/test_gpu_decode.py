@@ -11,6 +11,7 @@ import torch
 from tests.ops.gpu.exact_attention import DEVICE, error, exactly, needs_loops, needs_triton
 from torch import Tensor
 
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.grids import GridCodes
@@ -69,12 +70,14 @@ def check(
     reason = suits(query.to(DEVICE), *there)
     assert reason is None or (DEVICE == "cpu" and reason == "Triton's kernels run on a CUDA device, found cpu")
     found, found_lse = attend_coded(
-        query.to(DEVICE),
-        *there,
-        scaling=scaling,
-        owner=None if owner is None else torch.tensor(owner, device=DEVICE),
-        visible=None if visible is None else visible.to(DEVICE),
-        log_weight=None if log_weight is None else log_weight.to(DEVICE),
+        AttentionInputs(
+            query.to(DEVICE),
+            *there,
+            scaling=scaling,
+            owner=None if owner is None else torch.tensor(owner, device=DEVICE),
+            visible=None if visible is None else visible.to(DEVICE),
+            log_weight=None if log_weight is None else log_weight.to(DEVICE),
+        ),
         splits=splits,
     )
     assert found.dtype == found_lse.dtype == torch.float32
@@ -131,17 +134,18 @@ def test_several_parts_have_one_softmax(uneven: bool) -> None:
         there = [type(side)(**{**side.numbers(), **moved(side.tensors())}) for side in sides]
         held = None if owner is None else torch.tensor(owner, device=DEVICE)
         weight = None if weight is None else weight.to(DEVICE)
-        parts.append(Part(keys=there[0], values=there[1], owner=held, log_weight=weight, splits=i + 1))
+        inputs = AttentionInputs(query.to(DEVICE), *there, scaling=0.2, owner=held, log_weight=weight)
+        parts.append(Part(inputs=inputs, splits=i + 1))
     lses = torch.stack([lse for _, lse in wanted])
     out = ((lses - lses.logsumexp(0)).exp()[..., None] * torch.stack([each for each, _ in wanted])).sum(0)
     for _ in range(2):
-        found, found_lse = attend_parts(query.to(DEVICE), parts, scaling=0.2)
+        found, found_lse = attend_parts(parts)
         assert error(found, out) < 2e-3
         assert (found_lse.cpu() - lses.logsumexp(0)).abs().max() < 6e-3
     # The same owners with other numbers of programs are not those that were kept.
     shorter = [replace(part, splits=2) for part in parts]
-    assert error(attend_parts(query.to(DEVICE), shorter, scaling=0.2)[0], out) < 2e-3
-    assert error(attend_parts(query.to(DEVICE), shorter[::-1], scaling=0.2)[0], out) < 2e-3
+    assert error(attend_parts(shorter)[0], out) < 2e-3
+    assert error(attend_parts(shorter[::-1])[0], out) < 2e-3
 
 
 @pytest.mark.long
@@ -215,11 +219,13 @@ def test_slots_past_the_length_are_not_read() -> None:
     visible = torch.arange(40)[None, None] < torch.tensor(lengths)[:, None, None]
     wanted, lse = exactly(query, k, v, 0.3, None, visible)
     found, found_lse = attend_coded(
-        query.to(DEVICE),
-        Whole(states=k.to(DEVICE)),
-        Whole(states=v.to(DEVICE)),
-        scaling=0.3,
-        lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        AttentionInputs(
+            query.to(DEVICE),
+            Whole(states=k.to(DEVICE)),
+            Whole(states=v.to(DEVICE)),
+            scaling=0.3,
+            lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        ),
         splits=3,
     )
     assert error(found, wanted) < 1e-6

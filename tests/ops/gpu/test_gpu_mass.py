@@ -7,6 +7,7 @@ import torch
 from tests.ops.gpu.exact_attention import DEVICE, error, needs_loops, needs_triton
 
 from kvtailor.ops.attention.definition import reference
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole
 
 pytestmark = [needs_triton, needs_loops]
@@ -84,14 +85,16 @@ def test_mass_of_few_queries_over_lanes_that_share_an_owner(new: int) -> None:
     found, lses = [], []
     for part in range(2):
         out, lse, kept = attend_keeping(
-            query.to(DEVICE),
-            Whole(states=keys[part].to(DEVICE)),
-            Whole(states=values[part].to(DEVICE)),
-            scaling=0.3,
-            owner=torch.tensor(owner[part], device=DEVICE),
-            lengths=torch.tensor(lengths[part], dtype=torch.int32, device=DEVICE),
-            visible=visible[part].to(DEVICE),
-            log_weight=weights[part].to(DEVICE),
+            AttentionInputs(
+                query.to(DEVICE),
+                Whole(states=keys[part].to(DEVICE)),
+                Whole(states=values[part].to(DEVICE)),
+                scaling=0.3,
+                owner=torch.tensor(owner[part], device=DEVICE),
+                lengths=torch.tensor(lengths[part], dtype=torch.int32, device=DEVICE),
+                visible=visible[part].to(DEVICE),
+                log_weight=weights[part].to(DEVICE),
+            )
         )
         found.append(kept)
         lses.append(lse)

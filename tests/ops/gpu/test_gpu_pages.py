@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.ops.gpu.exact_attention import DEVICE, error, exactly, needs_loops, needs_triton
 
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.segments.coded import Whole
 
@@ -39,7 +40,7 @@ def test_only_the_named_pages_are_read(name: str, page: int, group: int) -> None
         keys, values, decoded = coded, other, (coded.decode().cpu(), other.decode().cpu())
     wanted, lse = exactly(query, *decoded, 0.2, None, named)
     found, found_lse = attend_pages(
-        query.to(DEVICE), keys, values, pages.to(DEVICE, torch.int32), page, scaling=0.2, splits=2
+        AttentionInputs(query.to(DEVICE), keys, values, scaling=0.2), pages.to(DEVICE, torch.int32), page, splits=2
     )
     assert error(found, wanted) < (1e-6 if name == "whole" else 2e-3)
     assert (found_lse.cpu() - lse).abs().max() < (1e-5 if name == "whole" else 6e-3)
@@ -60,15 +61,17 @@ def test_pages_of_lanes_that_share_an_owner_under_a_mask() -> None:
     sees[1, :, 29:] = False
     wanted, lse = exactly(query, k, v, 0.2, owner, sees)
     found, found_lse = attend_pages(
-        query.to(DEVICE),
-        Whole(states=k.to(DEVICE)),
-        Whole(states=v.to(DEVICE)),
+        AttentionInputs(
+            query.to(DEVICE),
+            Whole(states=k.to(DEVICE)),
+            Whole(states=v.to(DEVICE)),
+            scaling=0.2,
+            owner=torch.tensor(owner, device=DEVICE),
+            visible=visible.to(DEVICE),
+            lengths=torch.tensor([30, 29, 30], dtype=torch.int32, device=DEVICE),
+        ),
         pages.to(DEVICE, torch.int32),
         4,
-        scaling=0.2,
-        owner=torch.tensor(owner, device=DEVICE),
-        visible=visible.to(DEVICE),
-        lengths=torch.tensor([30, 29, 30], dtype=torch.int32, device=DEVICE),
     )
     assert error(found, wanted) < 1e-6 and not found[2].any()
     assert torch.allclose(found_lse.cpu(), lse.float(), atol=1e-5)
@@ -79,7 +82,7 @@ def test_refuses_pages_that_are_no_power_of_two() -> None:
 
     side = Whole(states=torch.zeros(1, 8, 24))
     with pytest.raises(ValueError, match="a power of two of slots, found 6"):
-        attend_pages(torch.zeros(1, 1, 1, 24), side, side, torch.zeros(1, 1), 6, scaling=1.0)
+        attend_pages(AttentionInputs(torch.zeros(1, 1, 1, 24), side, side, scaling=1.0), torch.zeros(1, 1), 6)
 
 
 @pytest.mark.parametrize("new", [1, 3])
@@ -95,7 +98,9 @@ def test_what_is_filled_is_counted_on_the_device(new: int) -> None:
             keys[lane, length:], values[lane, length:] = torch.nan, torch.nan
         query = torch.randn((2, 3, new, 24), generator=generator)
         sides = [Whole(states=side.to(DEVICE)) for side in (keys, values)]
-        out, lse = attend_coded(query.to(DEVICE), *sides, scaling=0.3, lengths=lengths, causal=True, splits=3)
+        out, lse = attend_coded(
+            AttentionInputs(query.to(DEVICE), *sides, scaling=0.3, lengths=lengths), causal=True, splits=3
+        )
         for lane, length in enumerate(lengths.tolist()):
             sees = torch.arange(length) <= torch.arange(new)[:, None] + length - new
             held = (side[lane : lane + 1, :length] for side in (keys, values))

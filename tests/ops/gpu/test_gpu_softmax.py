@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvtailor.ops.attention.definition import reference
 from kvtailor.ops.attention.folded import merge
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.types import Softmax
 
@@ -48,13 +49,15 @@ def test_capped_logits_of_every_kind_of_side(encoding: str, new: int) -> None:
     for sees, weight in itertools.product((None, visible), (None, log_weight)):
         wanted, lse = exactly(query, keys.decode().float(), values.decode().float(), sees, weight)
         found, found_lse = attend_coded(
-            query.to(DEVICE),
-            on_device(keys),
-            on_device(values),
-            scaling=0.3,
-            softcap=CAP,
-            visible=None if sees is None else sees.to(DEVICE),
-            log_weight=None if weight is None else weight.to(DEVICE),
+            AttentionInputs(
+                query.to(DEVICE),
+                on_device(keys),
+                on_device(values),
+                scaling=0.3,
+                softcap=CAP,
+                visible=None if sees is None else sees.to(DEVICE),
+                log_weight=None if weight is None else weight.to(DEVICE),
+            ),
             splits=2,
         )
         allowed = bar(encoding)
@@ -68,8 +71,9 @@ def test_several_parts_and_chosen_pages_are_capped_too() -> None:
     query = random(2, 3, 1, 32, seed=3)
     sides = [(random(2, slots, 32, seed=slots), random(2, slots, 32, seed=slots + 1)) for slots in (17, 40)]
     wanted, _ = exactly(query, *(torch.cat([pair[i] for pair in sides], 1) for i in range(2)), None, None)
-    parts = [Part(keys=Whole(states=k.to(DEVICE)), values=Whole(states=v.to(DEVICE))) for k, v in sides]
-    assert error(attend_parts(query.to(DEVICE), parts, scaling=0.3, softcap=CAP)[0], wanted) < 1e-5
+    there = [[Whole(states=each.to(DEVICE)) for each in pair] for pair in sides]
+    parts = [Part(inputs=AttentionInputs(query.to(DEVICE), *pair, scaling=0.3, softcap=CAP)) for pair in there]
+    assert error(attend_parts(parts)[0], wanted) < 1e-5
     keys, values = sides[1]
     pages = torch.tensor([[0, 3, -1], [1, 4, 2]], dtype=torch.int32)
     seen = torch.zeros((2, 1, 40), dtype=torch.bool)
@@ -77,7 +81,7 @@ def test_several_parts_and_chosen_pages_are_capped_too() -> None:
         seen[lane, :, page * 8 : page * 8 + 8] = True
     wanted, _ = exactly(query, keys, values, seen, None)
     there = Whole(states=keys.to(DEVICE)), Whole(states=values.to(DEVICE))
-    found, _ = attend_pages(query.to(DEVICE), *there, pages.to(DEVICE), 8, scaling=0.3, softcap=CAP)
+    found, _ = attend_pages(AttentionInputs(query.to(DEVICE), *there, scaling=0.3, softcap=CAP), pages.to(DEVICE), 8)
     assert error(found, wanted) < 1e-5
 
 
@@ -87,7 +91,7 @@ def test_mass_of_few_queries_with_a_cap_and_a_sink() -> None:
     query, keys, values = random(2, 3, 2, 24, seed=1), random(2, 33, 24, seed=2), random(2, 33, 24, seed=3)
     counts, sinks = torch.rand((2, 2), generator=torch.Generator().manual_seed(4)), random(2, 3, 1, seed=5) * 2
     there = Whole(states=keys.to(DEVICE)), Whole(states=values.to(DEVICE))
-    out, lse, kept = attend_keeping(query.to(DEVICE), *there, scaling=0.3, softcap=CAP)
+    out, lse, kept = attend_keeping(AttentionInputs(query.to(DEVICE), *there, scaling=0.3, softcap=CAP))
     out, lse = merge([(out, lse)], sinks.to(DEVICE))
     logits = torch.einsum("ngtd,nsd->ngts", query.double(), keys.double()) * 0.3
     logits = torch.cat([CAP * (logits / CAP).tanh(), sinks.double()[..., None].expand(2, 3, 2, 1)], -1)

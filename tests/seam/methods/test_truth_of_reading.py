@@ -6,6 +6,7 @@ has made, so that nobody's word is taken for it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -62,15 +63,16 @@ class Watched:
 
         monkeypatch.setattr(dispatch, "page_attention", pages_of)
 
-    def of_pages(self, attend, query, keys, values, pages, page, **how):
+    def of_pages(self, attend, inputs, pages, page):
         """What a kernel reads where it lies joins what `read_lanes` is given beside it."""
-        slots = torch.arange(keys.states.shape[1])
+        keys, values = inputs.keys.states, inputs.values.states
+        slots = torch.arange(keys.shape[1])
         # (m, k, s): whether a slot is in a named page.
         named = (slots // page == pages[..., None]).any(1)
-        seen = named if how["visible"] is None else named & how["visible"][:, 0]
-        self.in_place.append(Lanes(keys=keys.states, values=values.states, visible=seen[:, None], owner=how["owner"]))
-        nothing = torch.where(named[..., None], values.states, torch.nan)
-        return attend(query, keys, Whole(states=nothing), pages, page, **how)
+        seen = named if inputs.visible is None else named & inputs.visible[:, 0]
+        self.in_place.append(Lanes(keys=keys, values=values, visible=seen[:, None], owner=inputs.owner))
+        nothing = torch.where(named[..., None], values, torch.nan)
+        return attend(replace(inputs, values=Whole(states=nothing)), pages, page)
 
     def watched(self, read_lanes):
         def reads(query, heads, lanes, scaling, **more):

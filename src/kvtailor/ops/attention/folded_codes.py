@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.attention.folded import over_owners
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.codes.quant import unpack
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.lanes.pieces import pieces
@@ -44,39 +45,21 @@ def unsuited(keys: Coded, values: Coded) -> str | None:
     return None
 
 
-def attend_coded(
-    query: Tensor,
-    keys: Coded,
-    values: Coded,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    owner: Tensor | None = None,
-    lengths: Tensor | None = None,
-    visible: Tensor | None = None,
-    log_weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of the new tokens over every slot of some lanes.
-
-    Args:
-        query: (n, g, t, d) any float dtype, n = b * h.
-        keys, values: of m lanes of s slots; see `unsuited`.
-        Others: see `ops.cpu.attention.attend_coded`, of which this is the form in torch.
-
-    Returns:
-        out (n, g, t, dv) and lse (n, g, t), float32, as it does.
-    """
+def attend_coded(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """`ops.cpu.attention.attend_coded` in torch; see `unsuited` for what keys and values can be."""
+    query, keys, values = inputs.query, inputs.keys, inputs.values
+    owner, visible = inputs.owner, inputs.visible
     assert isinstance(keys, TokenCodes | ChannelCodes) and isinstance(values, TokenCodes | ChannelCodes)
     owners, group, new, size = query.shape
-    rows = (query.float() * scaling).reshape(owners, group * new, size)
+    rows = (query.float() * inputs.scaling).reshape(owners, group * new, size)
     # Each lane is read as if it were alone, with the queries of its owner; lanes of one owner are merged in the end.
     logits = _logits(rows if owner is None else rows.index_select(0, owner), keys)
-    Softmax(softcap=softcap).cap_(logits)
+    Softmax(softcap=inputs.softcap).cap_(logits)
     lanes, _, slots = logits.shape
-    if log_weight is not None:
-        logits += log_weight[:, None]
-    if lengths is not None:
-        logits.masked_fill_((torch.arange(slots) >= lengths[:, None])[:, None], -torch.inf)
+    if inputs.log_weight is not None:
+        logits += inputs.log_weight[:, None]
+    if inputs.lengths is not None:
+        logits.masked_fill_((torch.arange(slots) >= inputs.lengths[:, None])[:, None], -torch.inf)
     if visible is not None:
         logits.view(lanes, group, new, slots).masked_fill_(~visible.expand(lanes, new, slots)[:, None], -torch.inf)
     top = logits.amax(-1, keepdim=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention.folded import folded, suits
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.attention.lanes import Lanes, joint
 from kvtailor.ops.attention.prompt import causal, masked, query_blocks, with_mass
 from kvtailor.ops.segments.coded import Whole
@@ -169,22 +169,25 @@ def _as_stored(
                 continue
         assert own is not None
         layout = own.layout
-        how: dict[str, Any] = {
-            "owner": None if layout.owner is None else layout.owner.to(device),
-            "lengths": None if layout.lengths is None else layout.lengths.to(device),
-            "visible": rule_sees(layout, visible, 0, t, newest=part is parts[-1], device=device),
-            "log_weight": own.log_weight if reading is None else reading.log_weight,
-        }
-        if own.turning is not None:
-            how["turned"] = own.turned
-        if own.offsetting is not None:
-            how["offset"] = (own.offsetting, grouped)
+        inputs = AttentionInputs(
+            mine,
+            own.keys,
+            own.values,
+            scaling=scaling,
+            softcap=softmax.softcap,
+            owner=None if layout.owner is None else layout.owner.to(device),
+            lengths=None if layout.lengths is None else layout.lengths.to(device),
+            visible=rule_sees(layout, visible, 0, t, newest=part is parts[-1], device=device),
+            log_weight=own.log_weight if reading is None else reading.log_weight,
+            turned=own.turned,
+            offset=None if own.offsetting is None else (own.offsetting, grouped),
+        )
         # Several parts in one launch; what has to be applied to one part's sums lets that part go alone.
         unlifted = own.as_they_are and (reading is None or reading.lift is None)
         if unlifted and jointly is not None and attend is jointly.attend_coded:
-            together.append(jointly.Part(keys=own.keys, values=own.values, **how))
+            together.append(jointly.Part(inputs=inputs))
             continue
-        out, lse, *weights = attend(mine, own.keys, own.values, scaling=scaling, softcap=softmax.softcap, **how)
+        out, lse, *weights = attend(inputs)
         if not own.as_they_are:
             out, lse = own.given(out, lse, grouped, scaling, dispatch.maps_of(grouped)[1])
         if reading is not None and reading.lift is not None:
@@ -194,7 +197,7 @@ def _as_stored(
         found.append((out, lse))
         kept += weights
     if together:
-        found.append(jointly.attend_parts(grouped, together, scaling=scaling, softcap=softmax.softcap))
+        found.append(jointly.attend_parts(together))
     if rest:
         found.append(joint(grouped, rest, scaling, softmax=softmax)[:2])
     # The sinks are one part more, which is no part's own.
@@ -305,7 +308,7 @@ def read_lanes(
         softmax: what the softmax has besides the factor.
     """
     b, q, t, d = query.shape
-    sinks, softcap = softmax.sink_rows(b, heads), softmax.softcap
+    sinks = softmax.sink_rows(b, heads)
     if not lanes:
         return _by_heads(query, *dispatch.merged(found, sinks))
     grouped = query.reshape(b * heads, q // heads, t, d)
@@ -316,13 +319,15 @@ def read_lanes(
         if len(kernels) == len(lanes):
             stored = [
                 attend(
-                    grouped,
-                    *each,
-                    scaling=scaling,
-                    softcap=softcap,
-                    owner=p.owner,
-                    visible=p.visible,
-                    log_weight=p.log_weight,
+                    AttentionInputs(
+                        grouped,
+                        *each,
+                        scaling=scaling,
+                        softcap=softmax.softcap,
+                        owner=p.owner,
+                        visible=p.visible,
+                        log_weight=p.log_weight,
+                    )
                 )
                 for p, each, attend in zip(lanes, sides, kernels, strict=True)
             ]

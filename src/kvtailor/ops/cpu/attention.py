@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.codes.floats import ELEMENTS, MxCodes, NvCodes, levels_of
 from kvtailor.ops.codes.gaussian import GaussianCodes, padded_levels
 from kvtailor.ops.codes.grids import GridCodes, tables_of
@@ -21,7 +22,6 @@ from kvtailor.ops.cpu.offset import offset_of
 from kvtailor.ops.cpu.turned import turn_of
 from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.ops.segments.pair_sides import Magnified
-from kvtailor.ops.segments.turned import Offsetting, Turned
 
 __all__ = ["Kept", "attend_coded", "attend_keeping", "call_of", "run", "side_of", "threads_for", "unsuited"]
 
@@ -96,72 +96,33 @@ class Kept:
         return mass
 
 
-def attend_coded(
-    query: Tensor,
-    keys: Coded,
-    values: Coded,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    owner: Tensor | None = None,
-    lengths: Tensor | None = None,
-    visible: Tensor | None = None,
-    log_weight: Tensor | None = None,
-    turned: Turned | None = None,
-    offset: tuple[Offsetting, Tensor] | None = None,
-    using: Library | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention over all slots of one part.
+def attend_coded(inputs: AttentionInputs, *, using: Library | None = None) -> tuple[Tensor, Tensor]:
+    """Attention over all slots of one part, on the CPU; see `unsuited` for what keys and values can be.
 
     Args:
-        query: (n, g, t, d), any dtype, on the CPU; n = b * h.
-        keys, values: (m, s, d) and (m, s, r); see `unsuited`.
-        scaling: factor before the softmax.
-        softcap: logits l are softcap * tanh(l / softcap); None: as they are.
-        owner: (m,) int64 ascending row * h + head of each lane; None: lane i belongs to owner i.
-        lengths: (m,) int32 filled slots of each lane; None: all.
-        visible: bool that broadcasts to (m, t, s); None: every query sees every slot.
-        log_weight: (m, s) float32 added to the logits; None: nothing.
-        turned: the keys are to be turned, and the query is for what they are then; None: they are not.
-        offset: a constant that the keys lack, and the query in the model's channels; None: they lack none.
+        inputs: see `AttentionInputs`, which also says what is returned.
         using: the variant; None: the best.
-
-    Returns:
-        out (n, g, t, r) float32, zeros where a query sees nothing; lse (n, g, t) float32, -inf there.
     """
-    call, held = call_of(query, keys, values, scaling, softcap, owner, lengths, visible, log_weight, turned, offset)
-    return run(call, held, query.shape, using or library())
+    call, held = call_of(inputs)
+    return run(call, held, inputs.query.shape, using or library())
 
 
-def attend_keeping(
-    query: Tensor, keys: Coded, values: Coded, *, using: Library | None = None, **how: Any
-) -> tuple[Tensor, Tensor, Kept]:
-    """As `attend_coded`, of whose arguments `how` are the others, and the weights, of which mass can be made."""
-    call, held = call_of(query, keys, values, **how)
+def attend_keeping(inputs: AttentionInputs, *, using: Library | None = None) -> tuple[Tensor, Tensor, Kept]:
+    """As `attend_coded`, and the weights, of which mass can be made."""
+    call, held = call_of(inputs)
     used = using or library()
     assert used is not None, "asked for a kernel that was not built"
     kept = torch.empty(used.functions.kvtailor_kept(ctypes.byref(call)), dtype=torch.float32)
     held.append(kept)
     call.kept = kept.data_ptr()
-    return *run(call, held, query.shape, used), Kept(call, held, used)
+    return *run(call, held, inputs.query.shape, used), Kept(call, held, used)
 
 
-def call_of(
-    query: Tensor,
-    keys: Coded,
-    values: Coded,
-    scaling: float,
-    softcap: float | None = None,
-    owner: Tensor | None = None,
-    lengths: Tensor | None = None,
-    visible: Tensor | None = None,
-    log_weight: Tensor | None = None,
-    turned: Turned | None = None,
-    offset: tuple[Offsetting, Tensor] | None = None,
-) -> tuple[Call, list[Tensor]]:
+def call_of(inputs: AttentionInputs) -> tuple[Call, list[Tensor]]:
     """The arguments of a call, and the tensors that it points to."""
-    owners, group, new, size = query.shape
-    asked = query.reshape(owners, group * new, size).to(torch.float32).contiguous()
+    keys, values = inputs.keys, inputs.values
+    owners, group, new, size = inputs.query.shape
+    asked = inputs.query.reshape(owners, group * new, size).to(torch.float32).contiguous()
     held = [asked]
     call = Call(query=asked.data_ptr())
     call.made = made = list[Any]()
@@ -170,23 +131,23 @@ def call_of(
     call.keys, call.values = side_of(keys, held, made), side_of(values, held, made)
     lanes, slots = _shape(values)
     call.owners, call.lanes, call.slots = owners, lanes, slots
-    call.rows, call.queries, call.scaling = group * new, new, scaling
-    if turned is not None:
-        made.append(turn_of(turned, size, slots, held, made))
+    call.rows, call.queries, call.scaling = group * new, new, inputs.scaling
+    if inputs.turned is not None:
+        made.append(turn_of(inputs.turned, size, slots, held, made))
         call.turn = ctypes.addressof(made[-1])
-    if offset is not None:
-        made.append(offset_of(*offset, held, made))
+    if inputs.offset is not None:
+        made.append(offset_of(*inputs.offset, held, made))
         call.offset = ctypes.addressof(made[-1])
-    if softcap is not None:
-        call.softcap = softcap
-    if owner is not None:
-        call.owner = _pointer(owner, torch.int64, held)
-    if lengths is not None:
-        call.lengths = _pointer(lengths, torch.int32, held)
-    if log_weight is not None:
-        call.log_weight = _pointer(log_weight, torch.float32, held)
-    if visible is not None:
-        seen = visible.expand(lanes, new, slots)
+    if inputs.softcap is not None:
+        call.softcap = inputs.softcap
+    if inputs.owner is not None:
+        call.owner = _pointer(inputs.owner, torch.int64, held)
+    if inputs.lengths is not None:
+        call.lengths = _pointer(inputs.lengths, torch.int32, held)
+    if inputs.log_weight is not None:
+        call.log_weight = _pointer(inputs.log_weight, torch.float32, held)
+    if inputs.visible is not None:
+        seen = inputs.visible.expand(lanes, new, slots)
         held.append(seen)
         call.visible = seen.data_ptr()
         call.visible_lane, call.visible_query, call.visible_slot = seen.stride()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.cpu.attention import call_of, run, threads_for
 from kvtailor.ops.cpu.library import DTYPES, Library
 from kvtailor.ops.segments.coded import Coded, Whole
@@ -50,7 +52,9 @@ def page_bounds(query: Tensor, low: Tensor, high: Tensor, owner: Tensor | None, 
         (m, p) float32; NaN where a query is.
     """
     # Each row counts as a query of its own, for which there is room then.
-    call, held = call_of(query[:, None], Whole(states=low), Whole(states=high), 1.0, owner=owner)
+    call, held = call_of(
+        AttentionInputs(query[:, None], Whole(states=low), Whole(states=high), scaling=1.0, owner=owner)
+    )
     bounds = torch.empty(low.shape[:2], dtype=torch.float32)
     threads_for(call, using)
     scratch = torch.empty(using.functions.kvtailor_scratch(ctypes.byref(call)), dtype=torch.float32)
@@ -61,29 +65,17 @@ def page_bounds(query: Tensor, low: Tensor, high: Tensor, owner: Tensor | None, 
     return bounds
 
 
-def attend_pages(
-    query: Tensor,
-    keys: Coded,
-    values: Coded,
-    pages: Tensor,
-    page: int,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    owner: Tensor | None = None,
-    visible: Tensor | None = None,
-    using: Library,
-) -> tuple[Tensor, Tensor]:
+def attend_pages(inputs: AttentionInputs, pages: Tensor, page: int, *, using: Library) -> tuple[Tensor, Tensor]:
     """`attend_coded` over some pages of each lane, of which nothing else is read.
 
     Args:
-        query: (n, g, t, d). keys, values: plain, of m lanes of s slots; see `unsuited_pages`.
+        inputs: of plain keys and values, see `unsuited_pages`; without lengths and weights.
         pages: (m, k) pages of `page` slots to read, each at most once, -1 for none. The last page of a lane may be cut
             short by its end.
         page: slots of a page.
-        scaling, softcap, owner, visible: see `attend_coded`.
         using: the variant.
     """
+    query, keys, values, visible = inputs.query, inputs.keys, inputs.values, inputs.visible
     assert isinstance(keys, Whole) and isinstance(values, Whole)
     lanes, slots, _ = keys.states.shape
     # Adjacent pages one behind the other are read in one go. Row-major, so owners stay in order.
@@ -97,8 +89,8 @@ def attend_pages(
     if visible is not None:
         slot = (first[:, None] + torch.arange(size)).clamp(max=slots - 1)
         seen = visible.expand(lanes, query.shape[2], slots)[lane[:, None], :, slot].transpose(1, 2)
-    owners, lengths = lane if owner is None else owner[lane], (slots - first).clamp(max=size)
-    call, held = call_of(query, sides[0], sides[1], scaling, softcap, owner=owners, lengths=lengths, visible=seen)
+    owners, lengths = lane if inputs.owner is None else inputs.owner[lane], (slots - first).clamp(max=size)
+    call, held = call_of(replace(inputs, keys=sides[0], values=sides[1], owner=owners, lengths=lengths, visible=seen))
     starts = lane * (keys.states.stride(0) // keys.states.stride(1)) + first
     held += [starts, keys.states, values.states]
     call.starts = starts.data_ptr()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.ops.triton.installed import unfit
 from kvtailor.ops.triton.launches import Part, plan_of
@@ -34,95 +35,37 @@ def suits(query: Tensor, keys: Coded, values: Coded) -> str | None:
     return unfit(query.device, query.dtype, side_of(keys).dtype, side_of(values).dtype)
 
 
-def attend_coded(
-    query: Tensor,
-    keys: Coded,
-    values: Coded,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    owner: Tensor | None = None,
-    visible: Tensor | None = None,
-    log_weight: Tensor | None = None,
-    lengths: Tensor | None = None,
-    causal: bool = False,
-    splits: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def attend_coded(inputs: AttentionInputs, *, causal: bool = False, splits: int | None = None) -> tuple[Tensor, Tensor]:
     """Attention of the new tokens over every slot of some lanes, from their bytes.
 
     Products are float16 for coded sides (states of a magnitude above 65504 are not told apart), of their own dtype for
     plain ones, with float32 sums.
 
     Args:
-        query: (n, g, t, d) any float dtype, n = b * h.
-        keys, values: of m lanes of s slots; see `suits`.
-        scaling: factor before the softmax.
-        softcap: logits l are softcap * tanh(l / softcap); None: as they are.
-        owner: (m,) int64 ascending row * h + head of each lane; None where lane i belongs to owner i.
-        visible: bool that broadcasts to (m, t, s); None where every query sees every slot.
-        log_weight: (m, s) float32 added to the logits; None: nothing.
-        lengths: (m,) int32 filled slots of each lane, which may lie on the device; the others are not read.
+        inputs: see `AttentionInputs`, which also says what is returned, and `suits`. Lengths may lie on the device;
+            slots behind them are not read.
         causal: the last t filled slots of each lane are the new tokens themselves, and none sees a later one.
         splits: programs for each lane; None: as many as fill the device.
-
-    Returns:
-        out (n, g, t, dv) float32, zeros where a query sees nothing; lse (n, g, t) float32, -inf there.
     """
-    part = Part(
-        keys=keys,
-        values=values,
-        owner=owner,
-        visible=visible,
-        log_weight=log_weight,
-        lengths=lengths,
-        causal=causal,
-        splits=splits,
-    )
-    return attend_parts(query, [part], scaling=scaling, softcap=softcap)
+    return attend_parts([Part(inputs=inputs, causal=causal, splits=splits)])
 
 
 def attend_pages(
-    query: Tensor,
-    keys: Coded,
-    values: Coded,
-    pages: Tensor,
-    page: int,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    owner: Tensor | None = None,
-    visible: Tensor | None = None,
-    lengths: Tensor | None = None,
-    log_weight: Tensor | None = None,
-    splits: int | None = None,
+    inputs: AttentionInputs, pages: Tensor, page: int, *, splits: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """`attend_coded` over some pages of each lane, of which nothing else is read.
 
     Args:
-        query: (n, g, t, d). keys, values: of m lanes.
+        inputs, splits: see `attend_coded`.
         pages: (m, p) int32 pages of `page` slots to read, each at most once, -1 for none. The last page of a lane may
             be cut short by its end.
         page: slots of a page, a power of two.
-        Others: see `attend_coded`.
     """
     if page < 1 or page & (page - 1):
         raise ValueError(f"pages hold a power of two of slots, found {page}")
-    part = Part(
-        keys=keys,
-        values=values,
-        owner=owner,
-        visible=visible,
-        lengths=lengths,
-        log_weight=log_weight,
-        pages=pages,
-        page=page,
-        splits=splits,
-    )
-    return attend_parts(query, [part], scaling=scaling, softcap=softcap)
+    return attend_parts([Part(inputs=inputs, pages=pages, page=page, splits=splits)])
 
 
-def attend_parts(
-    query: Tensor, parts: Sequence[Part], *, scaling: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """`attend_coded` over the slots of several parts, with one softmax over all of them."""
-    return plan_of(query, parts, scaling=scaling, softcap=softcap)()
+def attend_parts(parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+    """`attend_coded` of one query over the slots of several parts, with one softmax over all of them."""
+    return plan_of(parts)()

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kvtailor.ops.segments.coded import Coded
+from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.triton.call import LOG2E, Call
 from kvtailor.ops.triton.installed import interpreting
 from kvtailor.ops.triton.kernels.decode import split_kernel
@@ -48,42 +48,28 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Lanes that are read at once: the arguments of `attend_coded`, or of `attend_pages`, that are a part's own.
+    """Lanes that are read at once: the arguments of `attend_coded`, or of `attend_pages`.
 
     Attributes:
         pages: (m, p) int32 pages of `page` slots of each lane that are read, -1 for none; None: all slots.
-        Others: see `attend_coded`.
+        inputs, causal, splits: see `attend_coded`.
     """
 
-    keys: Coded
-    values: Coded
-    owner: Tensor | None = None
-    visible: Tensor | None = None
-    log_weight: Tensor | None = None
-    lengths: Tensor | None = None
+    inputs: AttentionInputs
     causal: bool = False
     pages: Tensor | None = None
     page: int | None = None
     splits: int | None = None
 
 
-def plan_of(
-    query: Tensor,
-    parts: Sequence[Part],
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    processors: int | None = None,
-) -> Plan:
+def plan_of(parts: Sequence[Part], *, processors: int | None = None) -> Plan:
     """What `attend_parts` launches; tensors on any device.
 
     Args:
-        query: (n, g, t, d).
-        parts: at least one.
-        scaling: factor before the softmax.
-        softcap: of the logits; None: none.
+        parts: at least one, all of one query, factor and cap.
         processors: of the device; None: read from it.
     """
+    query, scaling, softcap = parts[0].inputs.query, parts[0].inputs.scaling, parts[0].inputs.softcap
     owners, group, new, _ = query.shape
     rows = group * new
     processors = processors or _processors(query.device)
@@ -98,7 +84,7 @@ def plan_of(
         _split_call(flat, part, shape, new, (scaling, softcap), sums[base:], tops[base:], totals[base:])
         for part, shape, base in zip(parts, shapes, bases, strict=False)
     ]
-    alone = len(parts) == 1 and parts[0].owner is None
+    alone = len(parts) == 1 and parts[0].inputs.owner is None
     merge = Call(
         kernel=merge_kernel,
         grid=(owners, rows),
@@ -143,7 +129,7 @@ class _Shape:
 
     @classmethod
     def of(cls, part: Part, rows: int, processors: int) -> _Shape:
-        left, right = side_of(part.keys), side_of(part.values)
+        left, right = side_of(part.inputs.keys), side_of(part.inputs.values)
         lanes, slots = left.codes.shape[:2]
         held = slots if part.pages is None or part.page is None else part.pages.shape[1] * part.page
         block = block_of(left, right, rows, part.page)
@@ -165,7 +151,7 @@ def _split_call(
     """The launch that reads one part for queries (n, g * t, d) and leaves what it found at the head of the three."""
     scaling, softcap = logits
     rows, block, left, right = query.shape[1], shape.block, shape.left, shape.right
-    visible, log_weight, pages = part.visible, part.log_weight, part.pages
+    visible, log_weight, pages = part.inputs.visible, part.inputs.log_weight, part.pages
     seen = None if visible is None else visible.expand(shape.lanes, new, shape.slots).view(torch.uint8)
     strides = (0, 0, 0) if seen is None else seen.stride()
     masked = visible is not None or log_weight is not None
@@ -174,8 +160,8 @@ def _split_call(
         grid=(shape.lanes, shape.splits),
         arguments={
             "Q": query,
-            "OWNER": part.owner,
-            "LENGTHS": part.lengths,
+            "OWNER": part.inputs.owner,
+            "LENGTHS": part.inputs.lengths,
             "SEEN": seen,
             "WEIGHT": None if log_weight is None else log_weight.contiguous(),
             "PAGES": None if pages is None else pages.contiguous(),
@@ -213,7 +199,7 @@ def _firsts(
 
     The newest is kept for as long as its lanes are, so that it is made for the first of many tokens alone.
     """
-    ragged = tuple(part.owner for part in parts)
+    ragged = tuple(part.inputs.owner for part in parts)
     key = tuple(shape.splits for shape in shapes), tuple(bases), owners, device
     anchor = _EVEN if (first := next((each for each in ragged if each is not None), None)) is None else first
     made_of, its, kept = _KNOWN.get(anchor, ((), None, None))
