@@ -14,8 +14,9 @@ from kvtailor.encode.hadamard import Hadamard
 from kvtailor.encode.vector import Vector
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops import cpu
-from kvtailor.ops.codes.gaussian import MOST_WHOLE, GaussianCodes, gaussian_levels, padded_levels
+from kvtailor.ops.codes.gaussian import GaussianCodes, gaussian_levels
 from kvtailor.ops.codes.hadamard import mixed, unmixed
+from kvtailor.ops.cpu.sides import MOST_WHOLE, padded_levels
 from kvtailor.plan import Plan
 from kvtailor.types import Layout
 
@@ -44,7 +45,7 @@ def test_levels_are_those_of_the_published_table(bits):
 
 def test_whole_levels_are_those_of_four_bits_and_as_large_as_the_kernels_allow():
     """16 for keys and 16 for values, and what one of either is worth, behind the levels."""
-    levels, rest = padded_levels(4).split([16, 34])
+    levels, rest = padded_levels(gaussian_levels(4)).split([16, 34])
     for i, most in enumerate(MOST_WHOLE):
         whole, unit = rest[16 * i : 16 * i + 16], rest[32 + i]
         assert most / 2 <= whole.max() <= most and torch.equal(whole, whole.round())

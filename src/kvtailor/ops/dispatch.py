@@ -22,13 +22,12 @@ from torch import Tensor
 
 from kvtailor.errors import ArgumentError
 from kvtailor.ops.attention import folded, folded_codes
-from kvtailor.ops.codes.floats import MxCodes, NvCodes
-from kvtailor.ops.codes.gaussian import GaussianCodes
-from kvtailor.ops.codes.grids import GridCodes
+from kvtailor.ops.codes.layout import CodeKind
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu import choose, coordinates, merge, pages, quantise
-from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
+from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
 from kvtailor.ops.cpu.library import Library, library
+from kvtailor.ops.cpu.sides import unsuited
 from kvtailor.ops.cpu.turned import unsuited as unsuited_turned
 from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.ops.segments.turned import Turned
@@ -65,6 +64,7 @@ won. `make gpu-day` prints this line (docs/gpu-day.md)."""
 TRITON_OPERATIONS = ("attention", "levels", "small floats", "pages", "prompt mass", "codes")
 """Attention of few new tokens; the same over codes of levels or grids, and over small floats in blocks of channels;
 over chosen pages; the attention mass of a prompt; making codes of states."""
+_OF_KINDS = {CodeKind.LEVELS: "levels", CodeKind.POINTS: "levels", CodeKind.BLOCKS: "small floats"}
 _WHICH = ("auto", "reference", "triton")
 _FORCED: ContextVar[str | None] = ContextVar("implementations", default=None)
 
@@ -170,9 +170,7 @@ def coded_attention(
 
 def _reading(side: Coded) -> str:
     """The operation of `TRITON_OPERATIONS` that reads a side: each is chosen for itself, as it was measured."""
-    if isinstance(side, GaussianCodes | GridCodes):
-        return "levels"
-    return "small floats" if isinstance(side, MxCodes | NvCodes) else "attention"
+    return "attention" if side.code_layout is None else _OF_KINDS.get(side.code_layout.kind, "attention")
 
 
 def joint_attention(device: torch.device) -> Any:

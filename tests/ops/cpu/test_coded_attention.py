@@ -27,8 +27,9 @@ from kvtailor.ops.codes.floats import NvCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.cpu import attention
-from kvtailor.ops.cpu.attention import attend_coded, unsuited
+from kvtailor.ops.cpu.attention import attend_coded
 from kvtailor.ops.cpu.library import Library
+from kvtailor.ops.cpu.sides import unsuited
 from kvtailor.ops.segments.coded import Whole
 
 pytestmark = [needs_built, pytest.mark.usefixtures("poisoned")]

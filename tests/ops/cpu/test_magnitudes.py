@@ -13,8 +13,9 @@ from torch import Tensor
 from kvtailor.ops.attention.definition import reference
 from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.cpu import attention
-from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
+from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
 from kvtailor.ops.cpu.library import Library
+from kvtailor.ops.cpu.sides import unsuited
 from kvtailor.ops.segments.coded import Whole
 from kvtailor.ops.segments.pair_sides import Magnified, Merged
 
@@ -122,7 +123,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="tokens that are whole have 5 channels, and directions 8"):
         attend_coded(AttentionInputs(torch.randn(2, 1, 1, 8), narrow, values, scaling=1.0))
     signs = replace(keys, directions=LAYOUTS["signs3"](torch.randn(2, 9, 8)))
-    assert "no C++ kernel reads ResidualCodes and magnitudes" in str(unsuited(signs, values))
+    assert "no C++ kernel reads signs and magnitudes" in str(unsuited(signs, values))
     own = keys.own
     own.check(2, 9)
     for wrong in (

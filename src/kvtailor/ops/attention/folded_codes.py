@@ -17,13 +17,16 @@ from torch import Tensor
 
 from kvtailor.ops.attention.folded import over_owners
 from kvtailor.ops.attention.inputs import AttentionInputs
+from kvtailor.ops.codes.layout import CodeKind, CodeLayout
 from kvtailor.ops.codes.quant import unpack
-from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
+from kvtailor.ops.codes.sides import ChannelCodes
 from kvtailor.ops.lanes.pieces import pieces
-from kvtailor.ops.segments.coded import Coded
+from kvtailor.ops.segments.coded import Coded, layout_of
 from kvtailor.types import Softmax
 
 __all__ = ["attend_coded", "unsuited"]
+
+_KINDS = (CodeKind.TOKENS, CodeKind.CHANNELS)
 
 # Elements of a piece as floats: 1 to 4 MiB do equally well, a quarter of a MiB takes half as long again.
 _PIECE = 1 << 19
@@ -38,18 +41,18 @@ _WEIGHTS = 1 << 17
 def unsuited(keys: Coded, values: Coded) -> str | None:
     """Why `attend_coded` cannot take these; None where it can."""
     for name, side in (("keys", keys), ("values", values)):
-        if not isinstance(side, TokenCodes | ChannelCodes):
+        layout = side.code_layout
+        if layout is None or layout.kind not in _KINDS or layout.magnitudes is not None:
             return f"{name}: {type(side).__name__} are decoded"
-        if side.codes.device.type != "cpu":
-            return f"{name} are on {side.codes.device}, and pieces that fit a core's cache are for CPUs"
+        if layout.codes.device.type != "cpu":
+            return f"{name} are on {layout.codes.device}, and pieces that fit a core's cache are for CPUs"
     return None
 
 
 def attend_coded(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """`ops.cpu.attention.attend_coded` in torch; see `unsuited` for what keys and values can be."""
-    query, keys, values = inputs.query, inputs.keys, inputs.values
+    query, keys, values = inputs.query, layout_of(inputs.keys), layout_of(inputs.values)
     owner, visible = inputs.owner, inputs.visible
-    assert isinstance(keys, TokenCodes | ChannelCodes) and isinstance(values, TokenCodes | ChannelCodes)
     owners, group, new, size = query.shape
     rows = (query.float() * inputs.scaling).reshape(owners, group * new, size)
     # Each lane is read as if it were alone, with the queries of its owner; lanes of one owner are merged in the end.
@@ -71,44 +74,44 @@ def attend_coded(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     return (out, lse) if owner is None else over_owners(out, lse, owner, owners)
 
 
-def _logits(rows: Tensor, keys: TokenCodes | ChannelCodes) -> Tensor:
+def _logits(rows: Tensor, keys: CodeLayout) -> Tensor:
     """(m, r, s) float32: products of rows (m, r, c) with the keys of each lane."""
     lanes, slots = keys.codes.shape[:2]
-    if isinstance(keys, TokenCodes) and _multiplies_bytes(keys):
+    if keys.kind is CodeKind.TOKENS and _multiplies_bytes(keys):
         return _with_scales(_byte_products(rows, keys), rows, keys, 0, _offset(keys))
     logits = rows.new_empty((lanes, rows.shape[1], slots))
     for lane, slot, floats in _floats(keys):
-        if isinstance(keys, TokenCodes):
+        if keys.kind is CodeKind.TOKENS:
             logits[lane, :, slot] = _token_logits(rows[lane], floats, keys, lane, slot)
         else:
             logits[lane, :, slot] = _channel_logits(rows[lane], floats, keys, lane, slot)
     return logits
 
 
-def _token_logits(rows: Tensor, codes: Tensor, keys: TokenCodes, lane: slice, slot: slice) -> Tensor:
+def _token_logits(rows: Tensor, codes: Tensor, keys: CodeLayout, lane: slice, slot: slice) -> Tensor:
     """(l, r, s') of codes (l, s', c) as floats, at these lanes and slots."""
     low = None if keys.low is None else keys.low[lane, slot]
-    here = replace(keys, step=keys.step[lane, slot], low=low)
-    groups = here.step.shape[-1]
+    here = keys._replace(step=_step(keys)[lane, slot], low=low)
+    groups = _step(here).shape[-1]
     parts = zip(rows.chunk(groups, -1), codes.chunk(groups, -1), strict=True)
     return torch.stack([_with_scales(_dot(mine, each), mine, here, i, 0) for i, (mine, each) in enumerate(parts)]).sum(
         0
     )
 
 
-def _with_scales(products: Tensor, rows: Tensor, keys: TokenCodes, group: int, offset: int) -> Tensor:
+def _with_scales(products: Tensor, rows: Tensor, keys: CodeLayout, group: int, offset: int) -> Tensor:
     """Logits (m, r, s) of products with codes less `offset`, of one group of channels."""
     # A key is (code - zero) * step, or code * step + low, the same for all channels of a group. So a row r gives
     # (sum r * code - zero * sum r) * step, and (sum r * code) * step + low * sum r: scales enter after the product.
     # `products` are of codes less `offset`, which puts offset * sum r back.
     whole = rows.sum(-1, keepdim=True)
-    step = keys.step[:, None, :, group].float()
+    step = _step(keys)[:, None, :, group].float()
     if keys.low is None:
         return products.add_(whole * (offset - _zero(keys))).mul_(step)
     return products.add_(whole * offset).mul_(step).add_(whole * keys.low[:, None, :, group].float())
 
 
-def _channel_logits(rows: Tensor, codes: Tensor, keys: ChannelCodes, lane: slice, slot: slice) -> Tensor:
+def _channel_logits(rows: Tensor, codes: Tensor, keys: CodeLayout, lane: slice, slot: slice) -> Tensor:
     """(l, r, s') of codes (l, s', c) as floats, or of states where tokens have moved."""
     if keys.row is not None:
         return _dot(rows, codes)
@@ -130,17 +133,17 @@ def _runs(tokens: Tensor, group: int) -> Iterator[tuple[int, int, Tensor]]:
             yield first, count, run
 
 
-def _sums(weights: Tensor, values: TokenCodes | ChannelCodes) -> Tensor:
+def _sums(weights: Tensor, values: CodeLayout) -> Tensor:
     """(m, r, c) float32: the values of each lane summed with weights (m, r, s)."""
     out = weights.new_zeros((*weights.shape[:2], values.size))
-    if isinstance(values, ChannelCodes):
+    if values.kind is CodeKind.CHANNELS:
         for lane, slot, floats in _floats(values):
             out[lane] += _channel_sums(weights[lane, :, slot], floats, values, lane, slot)
         return out
-    groups, by_bytes = values.step.shape[-1], _multiplies_bytes(values)
+    groups, by_bytes = _step(values).shape[-1], _multiplies_bytes(values)
     # As in `_with_scales`, from the other side: a token's step enters its weight before the product with its codes, and
     # its minimum, times its weight, is added to every channel of the group.
-    scaled = [weights * values.step[:, None, :, group].float() for group in range(groups)]
+    scaled = [weights * _step(values)[:, None, :, group].float() for group in range(groups)]
     offset = _offset(values) if by_bytes else 0
     for group, (each, part) in enumerate(zip(scaled, out.chunk(groups, -1), strict=True)):
         whole = each.sum(-1, keepdim=True)
@@ -156,7 +159,7 @@ def _sums(weights: Tensor, values: TokenCodes | ChannelCodes) -> Tensor:
     return out
 
 
-def _channel_sums(weights: Tensor, codes: Tensor, values: ChannelCodes, lane: slice, slot: slice) -> Tensor:
+def _channel_sums(weights: Tensor, codes: Tensor, values: CodeLayout, lane: slice, slot: slice) -> Tensor:
     """(l, r, c) of codes (l, s', c) as floats, or of states where tokens have moved."""
     if values.row is not None:
         return weights @ codes
@@ -167,10 +170,10 @@ def _channel_sums(weights: Tensor, codes: Tensor, values: ChannelCodes, lane: sl
     return weights @ codes
 
 
-def _tables(side: ChannelCodes, lane: slice, slot: slice) -> tuple[Tensor, Tensor]:
+def _tables(side: CodeLayout, lane: slice, slot: slice) -> tuple[Tensor, Tensor]:
     """Steps and minima (l, runs, c) float32 of the runs of tokens in a piece."""
     run = slice(slot.start // side.group, -(-slot.stop // side.group))
-    step, low = side.step[lane, run].float(), side.low[lane, run].float()
+    step, low = _step(side)[lane, run].float(), _low(side)[lane, run].float()
     return step, low
 
 
@@ -179,16 +182,24 @@ def _dot(rows: Tensor, codes: Tensor) -> Tensor:
     return torch.bmm(codes, rows.transpose(1, 2)).transpose(1, 2)
 
 
-def _floats(side: TokenCodes | ChannelCodes) -> Iterator[tuple[slice, slice, Tensor]]:
+def _floats(side: CodeLayout) -> Iterator[tuple[slice, slice, Tensor]]:
     """Lanes, slots and codes (l, s', c) as floats of each piece, in one scratch; states where tokens have moved."""
     lanes, slots = side.codes.shape[:2]
     scratch = torch.empty(0, dtype=torch.float32)
     moved = None
-    if isinstance(side, ChannelCodes) and side.row is not None:
+    if side.kind is CodeKind.CHANNELS and side.row is not None:
         # Tables of 16 bits would round what they decode to.
-        moved = replace(side, step=side.step.float(), low=side.low.float())
+        moved = ChannelCodes(
+            group=side.group,
+            bits=side.bits,
+            size=side.size,
+            codes=side.codes,
+            step=_step(side).float(),
+            low=_low(side).float(),
+            row=side.row,
+        )
     # A piece ends where a group of tokens does, so that no group's scale is needed by two pieces.
-    multiple = side.group if isinstance(side, ChannelCodes) else 1
+    multiple = side.group if side.kind is CodeKind.CHANNELS else 1
     for lane, slot in pieces(lanes, slots, side.size, _PIECE, multiple=multiple):
         codes = side.codes[lane, slot]
         if moved is not None and moved.row is not None:
@@ -200,7 +211,17 @@ def _floats(side: TokenCodes | ChannelCodes) -> Iterator[tuple[slice, slice, Ten
         yield lane, slot, scratch[: codes.numel()].view(codes.shape).copy_(codes)
 
 
-def _zero(side: TokenCodes) -> int:
+def _step(side: CodeLayout) -> Tensor:
+    assert side.step is not None
+    return side.step
+
+
+def _low(side: CodeLayout) -> Tensor:
+    assert side.low is not None
+    return side.low
+
+
+def _zero(side: CodeLayout) -> int:
     """The code of zero where there are no minima."""
     return (1 << (side.bits - 1)) - 1
 
@@ -225,16 +246,16 @@ def _products_are_exact() -> bool:
     return all(torch.equal(torch._int_mm(a, b.T), a.int() @ b.T.int()) for a, b in pairs)
 
 
-def _multiplies_bytes(side: TokenCodes) -> bool:
-    return side.codes.shape[1] >= _LONG and side.step.shape[-1] == 1 and _byte_arithmetic()
+def _multiplies_bytes(side: CodeLayout) -> bool:
+    return side.codes.shape[1] >= _LONG and _step(side).shape[-1] == 1 and _byte_arithmetic()
 
 
-def _offset(side: TokenCodes) -> int:
+def _offset(side: CodeLayout) -> int:
     """What `_signed` takes off."""
     return 128 if side.bits == 8 else 0
 
 
-def _signed(side: TokenCodes) -> Iterator[tuple[int, slice, Tensor]]:
+def _signed(side: CodeLayout) -> Iterator[tuple[int, slice, Tensor]]:
     """Lane, slots and codes (s', c) int8 less `_offset` of each piece, in one scratch.
 
     What torch makes anew for each piece the system would have to give anew, page by page, which takes longer than the
@@ -253,7 +274,7 @@ def _signed(side: TokenCodes) -> Iterator[tuple[int, slice, Tensor]]:
             yield lane, slot, codes.view(torch.int8)
 
 
-def _byte_products(rows: Tensor, keys: TokenCodes) -> Tensor:
+def _byte_products(rows: Tensor, keys: CodeLayout) -> Tensor:
     """(m, r, s) float32: rows (m, r, c) float32 times the codes of each lane, less `_offset`."""
     out = rows.new_empty((*rows.shape[:2], keys.codes.shape[1]))
     whole = torch.empty(0, dtype=torch.int32)
@@ -267,7 +288,7 @@ def _byte_products(rows: Tensor, keys: TokenCodes) -> Tensor:
     return out
 
 
-def _byte_sums(weights: Tensor, values: TokenCodes) -> Tensor:
+def _byte_sums(weights: Tensor, values: CodeLayout) -> Tensor:
     """(m, r, c) float32: codes of each lane, less `_offset`, summed with weights (m, r, s) float32 of 0 and more."""
     out = weights.new_zeros((*weights.shape[:2], values.size))
     most = weights.amax(-1, keepdim=True)

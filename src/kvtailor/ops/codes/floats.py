@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
+from kvtailor.ops.codes.layout import CodeKind, CodeLayout
 from kvtailor.ops.codes.quant import MOST_E4M3, pack, packed_size, scale_to, to_e4m3, unpack
 from kvtailor.ops.codes.sides import padded_groups
 from kvtailor.ops.lanes.pieces import pieces
@@ -170,6 +171,21 @@ class MxCodes(Coded):
         name = str(states.dtype).removeprefix("torch.")
         return cls(element=element, block=block, size=size, dtype=name, codes=codes, scales=scales)
 
+    @cached_property
+    def code_layout(self) -> CodeLayout:
+        return CodeLayout(
+            kind=CodeKind.BLOCKS,
+            codes=self.codes,
+            size=self.size,
+            dtype=getattr(torch, self.dtype),
+            bits=ELEMENTS[self.element].bits,
+            step=self.scales,
+            block=self.block,
+            levels=levels_of(self.element),
+            element=self.element,
+            exponents=True,
+        )
+
     def decode(self) -> Tensor:
         return _decoded(self, lambda at: exponent_scales(self.scales[at]))
 
@@ -226,6 +242,23 @@ class NvCodes(TimeGrouped):
         name = str(states.dtype).removeprefix("torch.")
         return cls(
             group=group, block=block, size=size, dtype=name, codes=codes, scales=scales, tensor_scale=tensor_scale
+        )
+
+    @cached_property
+    def code_layout(self) -> CodeLayout:
+        return CodeLayout(
+            kind=CodeKind.BLOCKS,
+            codes=self.codes,
+            size=self.size,
+            dtype=getattr(torch, self.dtype),
+            bits=ELEMENTS[self.element].bits,
+            step=self.scales,
+            row=self.row,
+            group=self.group,
+            block=self.block,
+            levels=levels_of(self.element),
+            element=self.element,
+            outer=self.tensor_scale,
         )
 
     def decode(self) -> Tensor:

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
+from kvtailor.ops.codes.layout import CodeKind, CodeLayout
 from kvtailor.ops.codes.quant import pack, packed_size, unpack
 from kvtailor.ops.codes.unit_variance import of_unit_variance, scale_back
 from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.types.late_checks import sent
 
-__all__ = ["MOST_WHOLE", "GaussianCodes", "gaussian_levels", "padded_levels"]
+__all__ = ["GaussianCodes", "gaussian_levels"]
 
 # Elements that are worked on at once.
 _PIECE = 1 << 20
 _ROUNDS = 10_000
-# Of keys and of values: as `MOST_OF_KEYS` and `MOST_OF_VALUES` in integers.h.
-MOST_WHOLE = (8191, 4096)
 
 
 @cache
@@ -55,34 +54,6 @@ def gaussian_levels(bits: int) -> Tensor:
 def _levels_on(bits: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return sent(gaussian_levels(bits), device)
-
-
-@cache
-def padded_levels(bits: int) -> Tensor:
-    """Return the levels on the CPU, and zeros behind them until there are 16: a register of any width can load them.
-
-    Behind 16 levels come the same twice as whole numbers, for keys and for values, and what one of either is worth.
-    """
-    with torch.inference_mode(False):
-        levels = gaussian_levels(bits)
-        padded = torch.cat([levels, levels.new_zeros(max(0, 16 - levels.shape[0]))])
-        if bits != 4:
-            return padded
-        whole = [_whole(levels, most) for most in MOST_WHOLE]
-        return torch.cat(
-            [padded, *(each for each, _ in whole), torch.tensor([unit for _, unit in whole], dtype=torch.float32)]
-        )
-
-
-def _whole(levels: Tensor, most: int) -> tuple[Tensor, float]:
-    """The levels as whole numbers of at most `most`, and what one of them is worth: with the least squared error."""
-    exact = levels.double()
-    borders = torch.special.ndtr((exact[1:] + exact[:-1]) / 2)
-    share = torch.diff(borders, prepend=borders.new_zeros(1), append=borders.new_ones(1))
-    units = exact.max() / torch.arange(most // 2, most + 1, dtype=torch.float64)[:, None]
-    errors = ((exact / units).round() * units - exact).square() @ share
-    unit = units[errors.argmin(), 0]
-    return (exact / unit).round().float(), float(unit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +93,19 @@ class GaussianCodes(Coded):
             codes[at] = pack(found.to(torch.uint8), bits)
             scale[at] = scale_back(norm, top, made, states.dtype)
         return cls(bits=bits, size=size, codes=codes, scale=scale)
+
+    @cached_property
+    def code_layout(self) -> CodeLayout:
+        return CodeLayout(
+            kind=CodeKind.LEVELS,
+            codes=self.codes,
+            size=self.size,
+            dtype=self.scale.dtype,
+            bits=self.bits,
+            step=self.scale,
+            block=self.size,
+            levels=gaussian_levels(self.bits),
+        )
 
     def decode(self) -> Tensor:
         lanes, slots = self.codes.shape[:2]

@@ -6,20 +6,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
 from kvtailor.ops.codes.grid_points import POINTS
+from kvtailor.ops.codes.layout import CodeKind, CodeLayout
 from kvtailor.ops.codes.quant import pack, packed_size, unpack
 from kvtailor.ops.codes.unit_variance import of_unit_variance, scale_back
 from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.types.late_checks import sent
 
-__all__ = ["GridCodes", "grid_of", "pairs_of", "tables_of"]
+__all__ = ["GridCodes", "grid_of", "pairs_of"]
 
 # Elements that are worked on at once.
 _PIECE = 1 << 20
@@ -30,14 +31,6 @@ def grid_of(bits: int) -> Tensor:
     """Return the points (4^bits, 2) float32 of a grid of so many bits for each number, on the CPU."""
     with torch.inference_mode(False):
         return torch.tensor([float(each) for each in POINTS[4**bits].split()], dtype=torch.float32).view(-1, 2)
-
-
-@cache
-def tables_of(bits: int) -> Tensor:
-    """Return `grid_of` as one run of float32, and behind it all first numbers of its points and all second ones."""
-    grid = grid_of(bits)
-    with torch.inference_mode(False):
-        return torch.cat([grid.flatten(), grid.mT.flatten()])
 
 
 @cache
@@ -96,6 +89,19 @@ class GridCodes(Coded):
             codes[at] = pack(found.to(torch.uint8), 2 * bits)
             scale[at] = scale_back(norm, top, made, states.dtype)
         return cls(bits=bits, size=size, codes=codes, scale=scale)
+
+    @cached_property
+    def code_layout(self) -> CodeLayout:
+        return CodeLayout(
+            kind=CodeKind.POINTS,
+            codes=self.codes,
+            size=self.size,
+            dtype=self.scale.dtype,
+            bits=2 * self.bits,
+            step=self.scale,
+            block=self.size,
+            levels=grid_of(self.bits),
+        )
 
     def decode(self) -> Tensor:
         grid = _grid_on(self.bits, self.codes.device)

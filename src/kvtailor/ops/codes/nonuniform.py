@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
+from kvtailor.ops.codes.layout import Aside, CodeKind, CodeLayout
 from kvtailor.ops.codes.quant import pack, packed_size, unpack
 from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.coded import TimeGrouped
@@ -60,6 +62,23 @@ class LevelCodes(TimeGrouped):
 
     def regather(self, lane: Tensor, slot: Tensor) -> Self:
         return replace(super().regather(lane, slot), **self._aside_of(lane * self.counts.shape[1] + slot))
+
+    @cached_property
+    def code_layout(self) -> CodeLayout:
+        return CodeLayout(
+            kind=CodeKind.FITTED,
+            codes=self.codes,
+            size=self.size,
+            dtype=self.low.dtype,
+            bits=self.bits,
+            step=self.reach,
+            low=self.low,
+            row=self.row,
+            group=self.group,
+            block=1 if "reach" in self.shared else self.size,
+            levels=self.levels,
+            aside=Aside(counts=self.counts, channels=self.channels, exact=self.exact),
+        )
 
     def decode(self) -> Tensor:
         lanes, slots = self.codes.shape[:2]

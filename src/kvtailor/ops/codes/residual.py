@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
 from kvtailor.ops.codes.gaussian import GaussianCodes
+from kvtailor.ops.codes.layout import CodeKind, CodeLayout, TokenSigns
 from kvtailor.ops.codes.quant import pack, packed_size, unpack
 from kvtailor.ops.codes.unit_variance import scale_back, within
 from kvtailor.ops.lanes.pieces import pieces
@@ -99,6 +100,11 @@ class ResidualCodes(Coded):
         return cls(
             bits=bits - 1, size=size, state=state, codes=levels.codes, scale=levels.scale, signs=signs, rest=rest
         )
+
+    @cached_property
+    def code_layout(self) -> CodeLayout:
+        signs = TokenSigns(signs=self.signs, norm=self.rest)
+        return self._levels.code_layout._replace(kind=CodeKind.SIGNS, signs=signs)
 
     def decode(self) -> Tensor:
         spread = self.coordinates().matrix[0, :, self.size :]

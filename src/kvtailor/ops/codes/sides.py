@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
+from kvtailor.ops.codes.layout import CodeKind, CodeLayout
 from kvtailor.ops.codes.quant import (
     MOST_E4M3,
     dequantise,
@@ -63,6 +65,19 @@ class TokenCodes(Coded):
         codes, step = quantise_symmetric(states, bits)
         return cls(bits=bits, size=states.shape[-1], codes=pack(codes, bits), step=step)
 
+    @cached_property
+    def code_layout(self) -> CodeLayout:
+        return CodeLayout(
+            kind=CodeKind.TOKENS,
+            codes=self.codes,
+            size=self.size,
+            dtype=self.step.dtype,
+            bits=self.bits,
+            step=self.step,
+            low=self.low,
+            block=self.size // self.step.shape[-1],
+        )
+
     def decode(self) -> Tensor:
         zero = 2 ** (self.bits - 1) - 1
         if self.codes.device.type != "cpu":
@@ -114,6 +129,20 @@ class ChannelCodes(TimeGrouped):
         size = states.shape[-1]
         return cls(group=group, bits=bits, size=size, codes=pack(codes, bits), step=step, low=low)
 
+    @cached_property
+    def code_layout(self) -> CodeLayout:
+        return CodeLayout(
+            kind=CodeKind.CHANNELS,
+            codes=self.codes,
+            size=self.size,
+            dtype=self.step.dtype,
+            bits=self.bits,
+            step=self.step,
+            low=self.low,
+            row=self.row,
+            group=self.group,
+        )
+
     def decode(self) -> Tensor:
         return decoded_channels(self, lambda codes: unpack(codes, self.bits, self.size))
 
@@ -145,6 +174,22 @@ class FloatCodes(TimeGrouped):
         if codes.shape[1] > states.shape[1]:
             codes = codes[:, : states.shape[1]].clone(memory_format=torch.contiguous_format)
         return cls(group=group, codes=codes, scale=scale)
+
+    @cached_property
+    def code_layout(self) -> CodeLayout:
+        size = self.codes.shape[-1]
+        return CodeLayout(
+            kind=CodeKind.FLOATS,
+            codes=self.codes,
+            size=size,
+            dtype=self.scale.dtype,
+            bits=8,
+            step=self.scale,
+            row=self.row,
+            group=self.group,
+            block=size,
+            element="e4m3",
+        )
 
     def decode(self) -> Tensor:
         return from_e4m3(self.codes, self.per_token("scale")[:, : self.codes.shape[1]])

@@ -26,7 +26,7 @@ def offset_of(shift: Offsetting, query: Tensor | None, held: list[Tensor], made:
     Args:
         shift: of the part.
         query: (n, g, t, d) in the model's channels; None: who calls says where it is.
-        held, made: as of `attention.side_of`.
+        held, made: as of `sides.side_of`.
     """
     offset, layout = shift.offset, shift.layout
     vectors, rotation = offset.vectors.to(device="cpu", dtype=torch.float32).contiguous(), offset.rotation

@@ -14,17 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.ops.cpu.attention import side_of, unsuited
+from kvtailor.ops.cpu import magnitudes
 from kvtailor.ops.cpu.coordinates import map_of
 from kvtailor.ops.cpu.library import DTYPES, Call, Ends, Library, Offset, PartCoordinates, Step, library
-from kvtailor.ops.cpu.magnitudes import directions_of
 from kvtailor.ops.cpu.offset import offset_of
+from kvtailor.ops.cpu.sides import side_of, unsuited
 from kvtailor.ops.cpu.step_pages import StepPages
 from kvtailor.ops.cpu.step_pages import unsuited as unsuited_pages
 from kvtailor.ops.cpu.turned import turn_of
 from kvtailor.ops.cpu.turned import unsuited as unsuited_turned
 from kvtailor.ops.cpu.workspace import WORKSPACE
 from kvtailor.ops.segments.best_pages import BestPages
+from kvtailor.ops.segments.coded import layout_of
 from kvtailor.ops.segments.sides import stored_sides
 from kvtailor.types import Coordinates, PlainSegment, Segment
 
@@ -291,7 +292,11 @@ class TokenStep:
         assert own is not None
         layout = own.layout
         call = Call()
-        keys, values = directions_of(call, own.keys, own.values, held, self._numbers)
+        keys, values = layout_of(own.keys), layout_of(own.values)
+        if keys.magnitudes is not None:
+            call.key_magnitudes = magnitudes.address_of(keys, held, self._numbers)
+        if values.magnitudes is not None:
+            call.value_magnitudes = magnitudes.address_of(values, held, self._numbers)
         call.keys, call.values = side_of(keys, held, self._numbers), side_of(values, held, self._numbers)
         # The queries of heads that share a lane are the rows of one owner.
         call.owners, call.lanes, call.slots = owners // own.joined, layout.lanes, layout.size

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.ops.codes.grids import GridCodes
-from kvtailor.ops.codes.residual import ResidualCodes
+from kvtailor.ops.codes.layout import CodeKind
 from kvtailor.ops.cpu.coordinates import map_of
 from kvtailor.ops.cpu.library import Turn
 from kvtailor.ops.segments.coded import Coded
-from kvtailor.ops.segments.pair_sides import Magnified
 from kvtailor.ops.segments.turned import Turned
 
 __all__ = ["turn_of", "unsuited"]
@@ -24,7 +22,8 @@ _BLOCK = 256
 
 def unsuited(keys: Coded) -> str | None:
     """Why these keys cannot be turned here, a clause; None where they can."""
-    if isinstance(keys, GridCodes | ResidualCodes | Magnified):
+    layout = keys.code_layout
+    if layout is None or layout.kind in (CodeKind.POINTS, CodeKind.SIGNS) or layout.magnitudes is not None:
         return f"no C++ kernel turns {type(keys).__name__}"
     return None
 
@@ -36,7 +35,7 @@ def turn_of(turned: Turned, size: int, slots: int, held: list[Tensor], made: lis
         turned: of the part.
         size: channels of a query.
         slots: of a lane.
-        held, made: as of `attention.side_of`.
+        held, made: as of `sides.side_of`.
     """
     rotation, layout = turned.rotation, turned.layout
     frequencies = rotation.frequencies.tolist()

@@ -9,15 +9,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
+from kvtailor.ops.codes.layout import CodeKind, CodeLayout
 from kvtailor.types import Coordinates, Layout, Segment
 
-__all__ = ["Coded", "PairSegment", "TimeGrouped", "Whole", "alone", "places_in_all", "under"]
+__all__ = ["Coded", "PairSegment", "TimeGrouped", "Whole", "alone", "layout_of", "places_in_all", "under"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,11 @@ class Coded(ABC):
     @abstractmethod
     def closed_form_bytes(self, lanes: int, slots: int) -> int:
         """The bytes that `tensors()` must occupy, from counts and element sizes alone."""
+
+    @cached_property
+    def code_layout(self) -> CodeLayout | None:
+        """How codes lie in memory, for what reads them as they are; None: they are decoded to be read."""
+        return None
 
     def coordinates(self) -> Coordinates | None:
         """In which coordinates `stored` is; None: in the model's."""
@@ -107,6 +114,10 @@ class Coded(ABC):
         whole = at.new_zeros(1, 1)
         return {name: huge_pages.picked(tensor, (whole, at)) for name, tensor in flat.items()}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has: the fields, of which the rest is made again."""
+        return self._named()
+
     def _named(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
@@ -117,6 +128,11 @@ class Whole(Coded):
 
     states: Tensor
     of_tokens = ("states",)
+
+    @cached_property
+    def code_layout(self) -> CodeLayout:
+        states = self.states
+        return CodeLayout(kind=CodeKind.WHOLE, codes=states, size=states.shape[-1], dtype=states.dtype)
 
     def decode(self) -> Tensor:
         return self.states
@@ -272,6 +288,17 @@ class PairSegment(Segment):
             given: dict[str, Any] = {**under(f"{name}.", fields), **under(f"{name}.", tensors)}
             sides[name] = known[str(fields[name])](**given)
         return cls(layout=layout, **sides)
+
+
+def layout_of(side: Coded) -> CodeLayout:
+    """How codes lie in memory, of a side that is read as it is stored.
+
+    Raises:
+        TypeError: it is decoded to be read.
+    """
+    if side.code_layout is None:
+        raise TypeError(f"no kernel reads {type(side).__name__}")
+    return side.code_layout
 
 
 def places_in_all(layouts: Sequence[Layout], lane: Tensor, slot: Tensor) -> Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvtailor.ops.codes.layout import CodeLayout, TokenMagnitudes
 from kvtailor.ops.segments.coded import Coded, Whole, alone
 from kvtailor.types import Layout, Segment
 
@@ -160,6 +162,14 @@ class Magnified(Coded):
     directions: Coded
     own: Merged
     of_tokens = ()
+
+    @cached_property
+    def code_layout(self) -> CodeLayout | None:
+        directions = self.directions.code_layout
+        if directions is None or directions.magnitudes is not None:
+            return None
+        own = TokenMagnitudes(magnitudes=self.own.magnitudes, places=self.own.places, whole=self.own.whole)
+        return directions._replace(magnitudes=own)
 
     def decode(self) -> Tensor:
         return self.own.restore(self.directions.decode())

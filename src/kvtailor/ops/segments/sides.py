@@ -8,12 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvtailor.ops.codes.floats import MxCodes, NvCodes
-from kvtailor.ops.codes.gaussian import GaussianCodes
-from kvtailor.ops.codes.grids import GridCodes
-from kvtailor.ops.codes.nonuniform import LevelCodes
-from kvtailor.ops.codes.residual import ResidualCodes
-from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
+from kvtailor.ops.codes.layout import CodeKind
 from kvtailor.ops.segments.around import AroundSegment
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole
 from kvtailor.ops.segments.latents import LatentSegment
@@ -218,10 +213,11 @@ def _latents(part: LatentSegment) -> StoredSides | None:
 def _channels(side: Coded, maps: tuple[Coordinates, ...]) -> int | None:
     if maps:
         return maps[0].blocks * maps[0].matrix.shape[1]
-    if isinstance(side, Whole):
-        return side.states.shape[-1]
-    sized = TokenCodes | ChannelCodes | GaussianCodes | ResidualCodes | GridCodes | MxCodes | NvCodes | LevelCodes
-    return side.size if isinstance(side, sized) else None
+    layout = side.code_layout
+    # 8-bit floats, and what has magnitudes, are decoded into the model's coordinates.
+    if layout is None or layout.kind is CodeKind.FLOATS or layout.magnitudes is not None:
+        return None
+    return layout.size
 
 
 def _within(inner: StoredSides, keys: Coordinates | None, values: Coordinates | None) -> StoredSides:

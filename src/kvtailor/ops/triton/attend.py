@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvtailor.ops.attention.inputs import AttentionInputs
-from kvtailor.ops.segments.coded import Coded
+from kvtailor.ops.segments.coded import Coded, layout_of
 from kvtailor.ops.triton.installed import unfit
 from kvtailor.ops.triton.launches import Part, plan_of
 from kvtailor.ops.triton.sides import side_of, why_not
@@ -32,7 +32,7 @@ def suits(query: Tensor, keys: Coded, values: Coded) -> str | None:
         reason = why_not(side)
         if reason is not None:
             return f"{name}: {reason}"
-    return unfit(query.device, query.dtype, side_of(keys).dtype, side_of(values).dtype)
+    return unfit(query.device, query.dtype, *(side_of(layout_of(each)).dtype for each in (keys, values)))
 
 
 def attend_coded(inputs: AttentionInputs, *, causal: bool = False, splits: int | None = None) -> tuple[Tensor, Tensor]:

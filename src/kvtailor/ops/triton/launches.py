@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvtailor.ops.attention.inputs import AttentionInputs
+from kvtailor.ops.segments.coded import layout_of
 from kvtailor.ops.triton.call import LOG2E, Call
 from kvtailor.ops.triton.installed import interpreting
 from kvtailor.ops.triton.kernels.decode import split_kernel
@@ -129,7 +130,7 @@ class _Shape:
 
     @classmethod
     def of(cls, part: Part, rows: int, processors: int) -> _Shape:
-        left, right = side_of(part.inputs.keys), side_of(part.inputs.values)
+        left, right = (side_of(layout_of(each)) for each in (part.inputs.keys, part.inputs.values))
         lanes, slots = left.codes.shape[:2]
         held = slots if part.pages is None or part.page is None else part.pages.shape[1] * part.page
         block = block_of(left, right, rows, part.page)

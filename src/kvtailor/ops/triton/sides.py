@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,11 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kvtailor.ops.codes.floats import ELEMENTS, MxCodes, NvCodes
-from kvtailor.ops.codes.gaussian import GaussianCodes, gaussian_levels
-from kvtailor.ops.codes.grids import GridCodes, grid_of, pairs_of
-from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
-from kvtailor.ops.segments.coded import Coded, Whole
+from kvtailor.ops.codes.layout import CodeKind, CodeLayout
+from kvtailor.ops.segments.coded import Coded
 from kvtailor.ops.triton.kernels.tiles import BLOCKS, PLAIN, RUN, TOKEN, VALUE
 from kvtailor.ops.triton.kernels.unpack import E2M1, E4M3, E5M2, LEVELS, PAIRS, WHOLE
 from kvtailor.types.late_checks import sent
@@ -26,16 +23,16 @@ _STATES = (torch.float32, torch.float16, torch.bfloat16)
 # Tokens of a tile: with 4 warps 128 need no spilling for heads of 128 channels, 64 none for heads of 256.
 _BLOCK = 64
 _FORMS = {"e2m1": int(E2M1.value), "e4m3": int(E4M3.value), "e5m2": int(E5M2.value)}
-_READ = Whole | TokenCodes | ChannelCodes | FloatCodes | GaussianCodes | GridCodes | MxCodes | NvCodes
+_PACKED = {CodeKind.TOKENS, CodeKind.CHANNELS, CodeKind.LEVELS}
+_KINDS = {*_PACKED, CodeKind.WHOLE, CodeKind.POINTS, CodeKind.BLOCKS, CodeKind.FLOATS}
 
 
 @cache
-def _table(form: int, bits: int, device: torch.device) -> Tensor:
+def _table(levels: Tensor, device: torch.device) -> Tensor:
     """Levels, or points one behind the other, as float16: as they enter the products."""
     # Made outside of any inference mode: a cached tensor must serve all callers.
     with torch.inference_mode(False):
-        numbers = gaussian_levels(bits) if form == LEVELS.value else grid_of(bits)
-        return sent(numbers.half().reshape(-1), device)
+        return sent(levels.half().reshape(-1), device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,70 +134,58 @@ class Side:
         }
 
 
-def side_of(coded: Coded) -> Side:
+def side_of(layout: CodeLayout) -> Side:
     """What the kernels read of a side that `why_not` found nothing against."""
-    if isinstance(coded, Whole):
-        return Side(codes=coded.states, size=coded.states.shape[-1])
-    if isinstance(coded, TokenCodes):
-        zero = 2 ** (coded.bits - 1) - 1 if coded.low is None else 0
-        per = coded.size // coded.step.shape[-1]
+    kind, codes, size, bits, step = layout.kind, layout.codes, layout.size, layout.bits, layout.step
+    if kind is CodeKind.WHOLE:
+        return Side(codes=codes, size=size)
+    if kind is CodeKind.TOKENS:
+        zero = 2 ** (bits - 1) - 1 if layout.low is None else 0
+        return Side(codes=codes, size=size, bits=bits, step=step, low=layout.low, per=layout.block, zero=zero)
+    if kind is CodeKind.CHANNELS:
+        return Side(codes=codes, size=size, bits=bits, step=step, low=layout.low, row=layout.row, group=layout.group)
+    if kind is CodeKind.FLOATS:
+        return Side(codes=codes, size=size, step=step, row=layout.row, group=layout.group, per=size, float8=True)
+    if kind is CodeKind.BLOCKS:
+        assert layout.element is not None
         return Side(
-            codes=coded.codes, size=coded.size, bits=coded.bits, step=coded.step, low=coded.low, per=per, zero=zero
+            codes=codes,
+            size=size,
+            bits=bits,
+            per=layout.block,
+            form=_FORMS[layout.element],
+            scales=step,
+            exponents=layout.exponents,
+            step=layout.outer,
+            row=layout.row,
+            group=layout.group,
         )
-    if isinstance(coded, ChannelCodes):
-        return Side(
-            codes=coded.codes,
-            size=coded.size,
-            bits=coded.bits,
-            step=coded.step,
-            low=coded.low,
-            row=coded.row,
-            group=coded.group,
-        )
-    if isinstance(coded, FloatCodes):
-        size = coded.codes.shape[-1]
-        return Side(
-            codes=coded.codes, size=size, step=coded.scale, row=coded.row, group=coded.group, per=size, float8=True
-        )
-    if isinstance(coded, GaussianCodes | GridCodes):
-        form = int(LEVELS.value if isinstance(coded, GaussianCodes) else PAIRS.value)
-        return Side(
-            codes=coded.codes,
-            size=coded.size,
-            bits=coded.bits,
-            step=coded.scale,
-            per=coded.size,
-            form=form,
-            table=_table(form, coded.bits, coded.codes.device),
-        )
-    if isinstance(coded, MxCodes | NvCodes):
-        found = Side(
-            codes=coded.codes,
-            size=coded.size,
-            bits=ELEMENTS[coded.element].bits,
-            per=coded.block,
-            form=_FORMS[coded.element],
-            scales=coded.scales,
-            exponents=isinstance(coded, MxCodes),
-        )
-        if isinstance(coded, MxCodes):
-            return found
-        return replace(found, step=coded.tensor_scale, row=coded.row, group=coded.group)
-    raise TypeError(f"no kernel reads {type(coded).__name__}")
+    points = kind is CodeKind.POINTS
+    assert layout.levels is not None
+    return Side(
+        codes=codes,
+        size=size,
+        bits=bits // 2 if points else bits,
+        step=step,
+        per=size,
+        form=int(PAIRS.value if points else LEVELS.value),
+        table=_table(layout.levels, codes.device),
+    )
 
 
 def why_not(coded: Coded) -> str | None:
     """Why the kernels cannot read this side; None where they can."""
-    if not isinstance(coded, _READ):
+    layout = coded.code_layout
+    if layout is None or layout.kind not in _KINDS or layout.magnitudes is not None:
         return f"no kernel reads {type(coded).__name__}"
-    if isinstance(coded, TokenCodes | ChannelCodes | GaussianCodes) and coded.bits not in (2, 4, 8):
-        return f"codes of 2, 4 or 8 bits are read, found {coded.bits}"
-    if isinstance(coded, GridCodes):
-        if coded.bits not in (2, 4):
-            return f"points of 2 or 4 bits for each channel are read, found {coded.bits}"
-        if coded.bits == 2 and pairs_of(coded.size) % 2:
-            return f"points of 2 bits are read where two pairs fill each byte, found {pairs_of(coded.size)} pairs"
-    side = side_of(coded)
+    if layout.kind in _PACKED and layout.bits not in (2, 4, 8):
+        return f"codes of 2, 4 or 8 bits are read, found {layout.bits}"
+    if layout.kind is CodeKind.POINTS:
+        if layout.bits not in (4, 8):
+            return f"points of 2 or 4 bits for each channel are read, found {layout.bits // 2}"
+        if layout.bits == 4 and -(-layout.size // 2) % 2:
+            return f"points of 2 bits are read where two pairs fill each byte, found {-(-layout.size // 2)} pairs"
+    side = side_of(layout)
     if side.dtype not in _STATES and side.scales is None:
         return f"states of 32 or 16 bits are read, found {side.dtype}"
     if side.width > 256:
