@@ -22,7 +22,6 @@ from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import random_model
 from kvtailor.hf.run.stock import fill, layer_makers
 from kvtailor.ops.attention.definition import reference
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.attention.lanes import Lanes, joint
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
@@ -31,6 +30,7 @@ from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.attention import attend_coded
 from kvtailor.ops.cpu.library import library, why_none
 from kvtailor.ops.dispatch import forced
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.ops.triton.installed import missing
 

@@ -42,8 +42,8 @@ from kvtailor.attend.quest import Quest
 from kvtailor.bench.measure.machine import read_bandwidth
 from kvtailor.encode.indexed import Indexed
 from kvtailor.hf.mask import LazyMask
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.dispatch import forced, quantiser, using
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.types import Layout, PlainSegment
 

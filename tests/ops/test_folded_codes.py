@@ -16,8 +16,8 @@ from kvtailor.hf.versions import hand_cache
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention import folded_codes
 from kvtailor.ops.attention.folded_codes import attend_coded, unsuited
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole
 
 # Codes of levels, of points and signs are decoded where there are no kernels.

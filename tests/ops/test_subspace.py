@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtailor.ops.attention.joined import apart, group_layout, hold_the_same, members, together
 from kvtailor.ops.codes.subspace import Basis, Moments, principal, random_directions, rank_of, split_ranks
+from kvtailor.ops.lanes.joined import apart, group_layout, hold_the_same, members, together
 from kvtailor.types import Layout
 
 

@@ -27,9 +27,9 @@ from kvtailor.attend.contract import READS_ALL, Attended, Attention, AttentionRe
 from kvtailor.errors import CacheMisuse
 from kvtailor.method import Serves
 from kvtailor.ops import dispatch
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import lane_sees, lanes_of, read_all, read_lanes
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.best_pages import BestPages
 from kvtailor.ops.segments.coded import Whole
 from kvtailor.types import Layout, Segment, Visibility

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from kvtailor.errors import ArgumentError
 from kvtailor.ops.attention import folded, folded_codes
-from kvtailor.ops.codes.layout import CodeKind
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu import choose, coordinates, merge, pages, quantise
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
 from kvtailor.ops.cpu.library import Library, library
 from kvtailor.ops.cpu.sides import unsuited
 from kvtailor.ops.cpu.turned import unsuited as unsuited_turned
+from kvtailor.ops.segments.code_layout import CodeKind
 from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.ops.segments.turned import Turned
 from kvtailor.ops.triton.installed import interpreting, missing

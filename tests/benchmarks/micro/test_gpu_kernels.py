@@ -14,8 +14,8 @@ from tests.ops.gpu.exact_attention import DEVICE, needs_triton
 from benchmarks.micro import cases, kernels
 from benchmarks.micro.__main__ import micro
 from benchmarks.micro.timer import Measured, Side
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.dispatch import using
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 
 pytestmark = needs_triton
 

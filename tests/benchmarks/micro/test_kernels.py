@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from benchmarks.micro import cases, kernels
 from benchmarks.micro.__main__ import micro
 from kvtailor.errors import KvtailorError
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.cpu.library import built
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 
 needs_cpu_kernels = pytest.mark.skipif(not built(), reason="the C++ kernels were not built: no compiler")
 

@@ -13,10 +13,10 @@ from kvtailor.ops import dispatch
 from kvtailor.ops.attention import folded_codes
 from kvtailor.ops.attention.definition import reference
 from kvtailor.ops.attention.folded import merge
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.cpu import attention
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
 from kvtailor.ops.cpu.library import Library
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded
 
 pytestmark = needs_built

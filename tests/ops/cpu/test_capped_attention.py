@@ -11,10 +11,10 @@ from tests.ops.cpu.coded_truth import same, truth
 
 from kvtailor.ops.attention import folded_codes
 from kvtailor.ops.attention.folded import merge
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.cpu import attention
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
 from kvtailor.ops.cpu.library import Library
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole
 
 CAP = 0.6

@@ -11,11 +11,11 @@ from tests.ops.cpu.coded_truth import same, truth
 from torch import Tensor
 
 from kvtailor.ops.attention.definition import reference
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.cpu import attention
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
 from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.cpu.sides import unsuited
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole
 from kvtailor.ops.segments.pair_sides import Magnified, Merged
 

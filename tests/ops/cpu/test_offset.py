@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kvtailor.encode.contract import CodecContext
 from kvtailor.ops import dispatch
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.attention.parts import read_all
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
 from kvtailor.ops.cpu.library import Library
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.sides import StoredSides, stored_sides
 from kvtailor.plan import Plan
 from kvtailor.types import KeyOffset, Layout, PlainSegment, Rotation, Softmax

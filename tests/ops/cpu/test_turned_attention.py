@@ -12,11 +12,11 @@ from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_vari
 from tests.ops.cpu.coded_truth import same, truth
 from torch import Tensor
 
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.codes.hadamard import coordinates
 from kvtailor.ops.cpu import attention
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
 from kvtailor.ops.cpu.library import Library
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.ops.segments.turned import Turned
 from kvtailor.types import Coordinates, Layout, Rotation

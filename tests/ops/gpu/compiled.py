@@ -23,9 +23,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.ops.triton.call import Call
 from kvtailor.ops.triton.launches import Part, plan_of

@@ -11,11 +11,11 @@ import torch
 from tests.ops.gpu.exact_attention import DEVICE, error, exactly, needs_loops, needs_triton
 from torch import Tensor
 
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, Whole
 
 pytestmark = [needs_triton, needs_loops]

@@ -7,7 +7,7 @@ import torch
 from tests.ops.gpu.exact_attention import DEVICE, error, needs_loops, needs_triton
 
 from kvtailor.ops.attention.definition import reference
-from kvtailor.ops.attention.inputs import AttentionInputs
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole
 
 pytestmark = [needs_triton, needs_loops]

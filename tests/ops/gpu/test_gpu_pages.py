@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.ops.gpu.exact_attention import DEVICE, error, exactly, needs_loops, needs_triton
 
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole
 
 pytestmark = [needs_triton, needs_loops]

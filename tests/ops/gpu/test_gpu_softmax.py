@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvtailor.ops.attention.definition import reference
 from kvtailor.ops.attention.folded import merge
-from kvtailor.ops.attention.inputs import AttentionInputs
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.types import Softmax
 

@@ -10,9 +10,9 @@ from typing import Self
 from torch import Tensor
 
 from kvtailor.encode.contract import CodecContext, Sides, refuse_non_finite
-from kvtailor.ops.attention.joined import group_layout, hold_the_same, members, together
 from kvtailor.ops.codes.quant import largest_divisor
 from kvtailor.ops.codes.subspace import Basis, on_device, part_of_heads
+from kvtailor.ops.lanes.joined import group_layout, hold_the_same, members, together
 from kvtailor.ops.segments.coded import alone
 from kvtailor.ops.segments.latents import LatentSegment, inner_state
 from kvtailor.types import ALL_HEADS, HeadShare, Layout, Segment

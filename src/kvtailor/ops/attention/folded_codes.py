@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.attention.folded import over_owners
-from kvtailor.ops.attention.inputs import AttentionInputs
-from kvtailor.ops.codes.layout import CodeKind, CodeLayout
 from kvtailor.ops.codes.quant import unpack
 from kvtailor.ops.codes.sides import ChannelCodes
 from kvtailor.ops.lanes.pieces import pieces
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
+from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import Coded, layout_of
 from kvtailor.types import Softmax
 

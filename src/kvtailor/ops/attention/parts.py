@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention.folded import folded, suits
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.attention.lanes import Lanes, joint
 from kvtailor.ops.attention.prompt import causal, masked, query_blocks, with_mass
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole
 from kvtailor.ops.segments.sides import StoredSides, stored_sides
 from kvtailor.types import PLAIN_SOFTMAX, Layout, Segment, SegmentView, Softmax, Visibility

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
-from kvtailor.ops.codes.layout import CodeKind, CodeLayout
 from kvtailor.ops.codes.quant import MOST_E4M3, pack, packed_size, scale_to, to_e4m3, unpack
 from kvtailor.ops.codes.sides import padded_groups
 from kvtailor.ops.lanes.pieces import pieces
+from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import Coded, TimeGrouped
 from kvtailor.types.late_checks import sent
 

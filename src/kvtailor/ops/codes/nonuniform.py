@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
-from kvtailor.ops.codes.layout import Aside, CodeKind, CodeLayout
 from kvtailor.ops.codes.quant import pack, packed_size, unpack
 from kvtailor.ops.lanes.pieces import pieces
+from kvtailor.ops.segments.code_layout import Aside, CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import TimeGrouped
 
 __all__ = ["ChannelLevels", "LevelCodes", "TokenLevels", "aside", "coded_by_levels", "fit_levels", "index_bytes"]

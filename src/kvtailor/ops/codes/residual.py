@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvtailor.ops import huge_pages
 from kvtailor.ops.codes.gaussian import GaussianCodes
-from kvtailor.ops.codes.layout import CodeKind, CodeLayout, TokenSigns
 from kvtailor.ops.codes.quant import pack, packed_size, unpack
 from kvtailor.ops.codes.unit_variance import scale_back, within
 from kvtailor.ops.lanes.pieces import pieces
+from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout, TokenSigns
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.types import Coordinates
 from kvtailor.types.late_checks import sent

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
-from kvtailor.ops.codes.layout import CodeKind, CodeLayout
 from kvtailor.ops.codes.quant import (
     MOST_E4M3,
     dequantise,
@@ -25,6 +24,7 @@ from kvtailor.ops.codes.quant import (
     unpack,
 )
 from kvtailor.ops.lanes.pieces import pieces
+from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import Coded, TimeGrouped
 
 __all__ = ["ChannelCodes", "FloatCodes", "TokenCodes", "decoded_channels", "padded_groups"]

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.cpu import magnitudes
 from kvtailor.ops.cpu.library import Call, Library, Turn, library
 from kvtailor.ops.cpu.offset import offset_of
 from kvtailor.ops.cpu.sides import pointer, side_of
 from kvtailor.ops.cpu.turned import turn_of
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import layout_of
 
 __all__ = ["Kept", "attend_coded", "attend_keeping", "call_of", "run", "threads_for"]

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvtailor.ops.codes.layout import CodeKind, CodeLayout
 from kvtailor.ops.cpu.library import DTYPES, Magnitudes
+from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 
 __all__ = ["address_of", "unsuited"]
 

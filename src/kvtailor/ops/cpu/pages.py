@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvtailor.ops.attention.inputs import AttentionInputs
 from kvtailor.ops.cpu.attention import call_of, run, threads_for
 from kvtailor.ops.cpu.library import DTYPES, Library
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, Whole
 
 __all__ = ["attend_pages", "page_bounds", "unsuited_bounds", "unsuited_pages"]

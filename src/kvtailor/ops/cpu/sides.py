@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.ops.codes.layout import CodeKind, CodeLayout
 from kvtailor.ops.cpu import magnitudes
 from kvtailor.ops.cpu.library import DTYPES, Side
+from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import Coded
 
 __all__ = ["MOST_WHOLE", "padded_levels", "pointer", "side_of", "unsuited"]

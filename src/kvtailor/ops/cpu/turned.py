@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.ops.codes.layout import CodeKind
 from kvtailor.ops.cpu.coordinates import map_of
 from kvtailor.ops.cpu.library import Turn
+from kvtailor.ops.segments.code_layout import CodeKind
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.ops.segments.turned import Turned
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from kvtailor.ops.attention.joined import side_by_side
+from kvtailor.ops.lanes.joined import side_by_side
 from kvtailor.ops.segments.turned import Offsetting, Turning
 from kvtailor.types import Coordinates, Layout, Lift, Segment, SegmentView
 

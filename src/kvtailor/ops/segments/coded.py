@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
-from kvtailor.ops.codes.layout import CodeKind, CodeLayout
+from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 from kvtailor.types import Coordinates, Layout, Segment
 
 __all__ = ["Coded", "PairSegment", "TimeGrouped", "Whole", "alone", "layout_of", "places_in_all", "under"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvtailor.ops.attention.joined import apart, group_layout, hold_the_same, members, side_by_side
 from kvtailor.ops.codes.subspace import Basis
+from kvtailor.ops.lanes.joined import apart, group_layout, hold_the_same, members, side_by_side
 from kvtailor.ops.segments.coded import under
 from kvtailor.types import Layout, Segment, SegmentView
 from kvtailor.types.late_checks import sent

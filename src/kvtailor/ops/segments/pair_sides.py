@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.ops.codes.layout import CodeLayout, TokenMagnitudes
+from kvtailor.ops.segments.code_layout import CodeLayout, TokenMagnitudes
 from kvtailor.ops.segments.coded import Coded, Whole, alone
 from kvtailor.types import Layout, Segment
 

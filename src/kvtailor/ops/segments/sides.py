@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvtailor.ops.codes.layout import CodeKind
 from kvtailor.ops.segments.around import AroundSegment
+from kvtailor.ops.segments.code_layout import CodeKind
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole
 from kvtailor.ops.segments.latents import LatentSegment
 from kvtailor.ops.segments.pair_sides import HalfSegment

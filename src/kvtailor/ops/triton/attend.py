@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvtailor.ops.attention.inputs import AttentionInputs
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, layout_of
 from kvtailor.ops.triton.installed import unfit
 from kvtailor.ops.triton.launches import Part, plan_of

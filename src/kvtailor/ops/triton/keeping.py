@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtailor.ops.attention.inputs import AttentionInputs
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole
 from kvtailor.ops.triton.attend import attend_coded
 from kvtailor.ops.triton.mass import column_mass

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kvtailor.ops.attention.inputs import AttentionInputs
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import layout_of
 from kvtailor.ops.triton.call import LOG2E, Call
 from kvtailor.ops.triton.installed import interpreting
