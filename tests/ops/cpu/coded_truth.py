@@ -9,6 +9,7 @@ from tests.ops.cpu.coded_layouts import LAYOUTS, exact, states_of, width_of
 from torch import Tensor
 
 from kvtailor.ops.attention.definition import reference
+from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.types import Softmax
 
@@ -50,7 +51,7 @@ def merges_ragged_lanes(attend: Callable[..., tuple[Tensor, ...]], layout: str, 
     if isinstance(keys, Whole) and isinstance(values, Whole):
         for lane, length in enumerate(lengths.tolist()):
             keys.states[lane, length:] = values.states[lane, length:] = torch.nan
-    out, lse = attend(query, keys, values, scaling=0.1, owner=owner, lengths=lengths)
+    out, lse = attend(AttentionInputs(query, keys, values, scaling=0.1, owner=owner, lengths=lengths))
     for mine in range(4):
         lanes = [lane for lane in range(9) if owner[lane] == mine]
         if not lanes:
