@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from tests.ops.cpu.coded_layouts import LAYOUTS, exact, states_of, width_of
 from torch import Tensor
 
 from kvtailor.ops.attention.definition import reference
+from kvtailor.ops.cpu.attention import attend_coded
+from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.types import Softmax
 
-__all__ = ["merges_ragged_lanes", "same", "truth"]
+__all__ = ["attend_by", "merges_ragged_lanes", "same", "truth"]
+
+
+def attend_by(library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the kernel of one variant as a function of query, keys, values and the fields of `AttentionInputs`."""
+
+    def attend(query: Tensor, keys: Coded, values: Coded, **fields: Any) -> tuple[Tensor, Tensor]:
+        return attend_coded(AttentionInputs(query, keys, values, scaling=0.1, **fields), using=library)
+
+    return attend
 
 
 def truth(

@@ -132,8 +132,8 @@ def test_full_lanes_of_an_owner_keep_their_own_weights(library: Library, layout:
     owner, query = torch.tensor([0, 0, 0, 0, 0, 1, 1]), torch.randn((2, 3, 1, 32), generator=state)
     log_weight = torch.rand((7, 64), generator=state) * 3
     visible = torch.rand((1, 1, 64), generator=state) < seen if seen < 1 else None  # the same for all lanes
-    attend = partial(attend_coded, query, keys, values, scaling=0.1, using=library)
-    out, lse = attend(owner=owner, visible=visible, log_weight=log_weight)
+    inputs = AttentionInputs(query, keys, values, scaling=0.1, owner=owner, visible=visible, log_weight=log_weight)
+    out, lse = attend_coded(inputs, using=library)
     for mine in range(2):
         lanes = owner == mine
         k, v = (Whole(states=exact(side)[lanes].reshape(1, -1, 32)) for side in (keys, values))

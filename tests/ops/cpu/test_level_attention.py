@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_variant, needs_built, states_of
-from tests.ops.cpu.coded_truth import same, truth
+from tests.ops.cpu.coded_truth import attend_by, same, truth
 
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
@@ -79,7 +78,7 @@ def test_signs_with_others_bytes_between_them(library: Library, rows: int) -> No
         buffer[:, 3:43, 8:-16] = side.signs
         spread.append(replace(side, signs=buffer[:, 3:43, 8:-16]))
     query = torch.randn(24, rows, 1, 144) / 3
-    attend = partial(attend_coded, scaling=0.1, using=library)
+    attend = attend_by(library)
     assert all(map(torch.equal, attend(query, *spread), attend(query, keys, values)))
     # Lanes of one owner, which are read as one where they lie one behind the other.
     owner = torch.zeros(24, dtype=torch.int64)
@@ -138,7 +137,7 @@ def test_a_loud_block_takes_nothing_from_the_others(library: Library, layout: st
 def test_what_is_no_number_stays_in_its_block_row_and_lane(library: Library, layout: str, rows: int) -> None:
     keys, values = (LAYOUTS[layout](x) for x in states_of(22, torch.bfloat16, 2, 140, 128))
     query = torch.randn(2, rows, 1, 128) / 3
-    attend = partial(attend_coded, scaling=0.1, using=library)
+    attend = attend_by(library)
     usual = attend(query, keys, values)
     broken = query.clone()
     broken[0, rows - 1, 0, 99] = torch.nan

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_variant, exact, needs_built, states_of
-from tests.ops.cpu.coded_truth import same, truth
+from tests.ops.cpu.coded_truth import attend_by, same, truth
 from torch import Tensor
 
 from kvtailor.ops.codes.hadamard import coordinates
@@ -209,7 +208,7 @@ def test_fitted_levels_of_moved_tokens_and_of_many_channels(library: Library) ->
     """Counts and channels have 16 bits above 255 channels; every width is another way to pick a level."""
     state = torch.Generator().manual_seed(6)
     for bits, size in itertools.product((1, 2, 3, 4, 5, 8), (64, 300)):
-        attend = partial(attend_coded, torch.randn((2, 3, 1, size), generator=state), scaling=0.1, using=library)
+        query = torch.randn((2, 3, 1, size), generator=state)
         made = {"bits": bits, "group": 32, "share": 0.03}
         keys, values = states_of(bits, torch.float32, 3, 100, size)
         first = torch.zeros((3, 100), dtype=torch.bool)
@@ -218,7 +217,7 @@ def test_fitted_levels_of_moved_tokens_and_of_many_channels(library: Library) ->
         values = LAYOUTS["fitted3"].func(values, by_channel=False, whole=first, **made)
         lane, slot = torch.randint(0, 3, (2, 50), generator=state), torch.randint(0, 100, (2, 50), generator=state)
         sides = keys.regather(lane, slot), values.regather(lane, slot)
-        assert same(attend(*sides), truth(attend.args[0], *sides)), (bits, size)
+        assert same(attend_by(library)(query, *sides), truth(query, *sides)), (bits, size)
 
 
 @every_variant
@@ -229,9 +228,9 @@ def test_mapped_sums_do_not_overflow_and_hide_nothing(library: Library) -> None:
     matrix = torch.ones((1, 32, 96)) * torch.linspace(0.1, 3, 32)[:, None]
     turned = turned_by(32, Layout(rows=1, heads=2, size=40, start=0), Coordinates(matrix=matrix))
     query, values = torch.randn(2, 3, 1, 32) / 300, Whole(states=states_of(3, torch.bfloat16, 2, 40, 32)[1])
-    attend = partial(attend_coded, query, values=values, scaling=0.1, turned=turned, using=library)
-    assert same(attend(keys=Whole(states=stored)), expected(query, Whole(states=stored), values, turned), COARSE)
+    attend, keys = attend_by(library), Whole(states=stored)
+    assert same(attend(query, keys, values, turned=turned), expected(query, keys, values, turned), COARSE)
     for wrong in (torch.nan, torch.inf):
         stored[0, 5, 3] = wrong
-        out, _ = attend(keys=Whole(states=stored))
+        out, _ = attend(query, keys, values, turned=turned)
         assert out[0].isnan().all() and out[1].isfinite().all()
