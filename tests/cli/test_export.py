@@ -20,31 +20,47 @@ def run(*words):
 
 def test_layers_without_codes_become_the_list_that_vllm_skips():
     code, text = run("vllm", "by_layer(of=[plain, kivi(bits=8, recent=32)], layers=[0, 1, 1, 0])")
-    assert code == 0 and "--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0 3" in text
+    assert code == 0 and "int8_per_token_head --kv-cache-dtype-skip-layers 0 3" in text
     assert "give --records" in text
 
 
-def test_losses_are_those_of_the_records():
-    code, text = run("vllm", "kivi4", "--records", str(RECORDS), "--json")
-    assert code == 0
-    found = json.loads(text.splitlines()[-1])["losses"]
-    scored = {each.label: each for each in read_records(RECORDS) if each.task == "perplexity"}
-    for name, label in (("the plan", "kivi4"), ("kvtailor's fp8, the setting's neighbour", "fp8")):
-        ours, full = scored[label].values, scored["full"].values
-        assert found[name]["value"] == pytest.approx(
+@pytest.mark.parametrize("plan, near", [("fp8", "fp8"), ("mxfp4", "nvfp4"), ("snapkv @ tokens=1536", "fp8")])
+def test_losses_are_those_of_the_records(plan, near):
+    code, text = run("vllm", plan, "--records", str(RECORDS), "--json")
+    assert code == 0 and f"kvtailor's {near}, a neighbour of the setting and not vLLM's own" in " ".join(text.split())
+    found = json.loads(text.splitlines()[-1])
+    scored = [each for each in read_records(RECORDS) if each.task == "perplexity"]
+    for what, line in (("plan", found["plan"]), ("neighbour", near)):
+        loss = found["losses"][what]
+        pairs = [
+            (ours.values, full.values)
+            for ours in scored
+            for full in scored
+            if ours.plan == line and full.is_full and (ours.text_hash, ours.point) == (full.text_hash, full.point)
+        ]
+        if not pairs:
+            assert loss is None
+            continue
+        ours, full = pairs[0]
+        assert loss["value"] == pytest.approx(
             mean_difference(ours["nll"], full["nll"], documents=ours["document"]).value
         )
-    assert found["the plan"]["value"] != found["kvtailor's fp8, the setting's neighbour"]["value"]
+    assert found["losses"]["neighbour"] is not None
 
 
 def test_what_was_not_measured_is_null():
     code, text = run("vllm", "kivi(bits=7)", "--records", str(RECORDS), "--json")
-    assert code == 0 and json.loads(text.splitlines()[-1])["losses"]["the plan"] is None
+    assert code == 0 and json.loads(text.splitlines()[-1])["losses"]["plan"] is None
 
 
-def test_a_plan_that_evicts_is_told_the_uncompressed_cache():
-    code, text = run("llama.cpp", "snapkv @ tokens=100")
-    assert code == 0 and "serve with its uncompressed cache" in text and "snapkv at 100 is missing" in text
+def test_a_plan_that_evicts_is_told_eight_bits():
+    code, text = run("vllm", "snapkv @ tokens=100")
+    assert code == 0 and "--kv-cache-dtype fp8" in text and "snapkv at 100 is missing" in text
+
+
+def test_a_plan_that_changes_nothing_is_told_the_uncompressed_cache():
+    code, text = run("llama.cpp", "full")
+    assert code == 0 and "serve with its uncompressed cache" in text
 
 
 def test_an_unknown_engine_names_its_neighbour():
@@ -54,4 +70,4 @@ def test_an_unknown_engine_names_its_neighbour():
 
 def test_a_setting_without_a_neighbour_of_ours_is_told_as_not_measured():
     code, text = run("llama.cpp", "kivi4", "--records", str(RECORDS))
-    assert code == 0 and "loss of the setting: not measured in" in text
+    assert code == 0 and "loss of the setting: not known" in text

@@ -9,5 +9,5 @@ def test_a_table_of_codecs_that_all_differ_has_as_many_layers_as_codecs():
     plan = Plan.parse("by_layer(of=[kivi(bits=4), kivi(bits=8), plain], layers=[0, 1, 2])")
     assert "layers" not in str(plan)
     found = {each.engine: each for each in nearest_settings(plan)}
-    assert found["vLLM"].setting == "--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 2"
+    assert found["vLLM"].setting == "--kv-cache-dtype int8_per_token_head --kv-cache-dtype-skip-layers 2"
     assert found["llama.cpp"].setting is not None and "one setting for all layers" in found["llama.cpp"].lacks

@@ -13,7 +13,7 @@ from kvtailor.bench.measure.statistics import Estimate
 from kvtailor.bench.report.front import front_of
 from kvtailor.bench.report.words import byte_text
 from kvtailor.errors import KvtailorError
-from kvtailor.fitting.engines import EngineSetting, nearest_settings
+from kvtailor.fitting.engines import EngineSetting, nearest_settings, setting_of
 from kvtailor.fitting.layers import Additivity, LayerMap
 from kvtailor.fitting.question import Question
 from kvtailor.fitting.verdict import Family, Judged
@@ -128,6 +128,14 @@ class Fit:
     def engines(self) -> tuple[EngineSetting, ...]:
         """The nearest settings of other engines."""
         return nearest_settings(Plan.parse(self.plan))
+
+    def export(self, engine: str) -> EngineSetting:
+        """Return the nearest setting of one engine: "vllm", "sglang", "tensorrt-llm", "llama.cpp" or "transformers".
+
+        Raises:
+            UnknownName: there is no such engine here.
+        """
+        return setting_of(Plan.parse(self.plan), engine)
 
     def toml(self) -> str:
         """Return the plan as TOML, with where it comes from."""
