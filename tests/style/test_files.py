@@ -97,6 +97,13 @@ def test_the_checks_see_what_they_forbid(tmp_path: Path) -> None:
     assert forbidden_names(tmp_path / "utils.py") == ["utils"]
 
 
+def test_frames_of_callers_are_read_in_one_module() -> None:
+    reads = re.compile(r"\b(_getframe|currentframe|f_back|f_locals|inspect\.stack)\b")
+    assert [of_file(path) for path in SOURCES if reads.search(path.read_text(encoding="utf-8"))] == [
+        "src/kvtailor/hf/callers.py"
+    ]
+
+
 def test_method_names_are_unique_across_stages() -> None:
     assert [name for name, count in Counter(info.name for info in METHODS).items() if count > 1] == []
 

@@ -2,21 +2,16 @@
 
 Their first forward brings the prompt and the first draft at once, and nothing that reaches a cache tells where one ends
 and the other begins. A plan needs that place: the prompt is compressed, and a drafted token is judged on the compressed
-prompt, as it would be in plain decoding. The loop's own frame has it, and is read, never written. Where it cannot be
-read, plans for which it matters are refused. docs/decisions/0013-assisted-decoding.md has the alternatives.
+prompt, as it would be in plain decoding. The loop's own frame has it (`hf.callers`). Where it cannot be read, plans for
+which it matters are refused. docs/decisions/0013-assisted-decoding.md has the alternatives.
 """
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
-from typing import Any
-
 import torch
 from torch import Tensor
-from transformers.generation import utils
 
-from kvtailor.hf.versions import ASSISTED_LOOP
+from kvtailor.hf.callers import assisted_loop
 
 __all__ = ["ids_of_caller", "longest_of_caller", "prompt_of_caller", "refusal"]
 
@@ -26,7 +21,7 @@ def prompt_of_caller() -> int | None:
 
     Asked before its first forward, these are the prompt.
     """
-    found = _loop()
+    found = assisted_loop()
     if found is None:
         return None
     ids = found.get("input_ids")
@@ -35,7 +30,7 @@ def prompt_of_caller() -> int | None:
 
 def ids_of_caller() -> tuple[Tensor, Tensor | None] | None:
     """Those ids (b, n), and (b, n) bool, False for padding (None: no padding); None outside of assisted decoding."""
-    found = _loop()
+    found = assisted_loop()
     if found is None or not isinstance(found.get("input_ids"), Tensor):
         return None
     more = found.get("model_kwargs")
@@ -48,19 +43,9 @@ def ids_of_caller() -> tuple[Tensor, Tensor | None] | None:
 
 def longest_of_caller() -> int | None:
     """Columns that transformers' assisted decoding will have fed when it ends, at most; None outside it."""
-    longest = getattr((_loop() or {}).get("generation_config"), "max_length", None)
+    longest = getattr((assisted_loop() or {}).get("generation_config"), "max_length", None)
     # The last token is never fed.
     return None if longest is None else int(longest) - 1
-
-
-def _loop() -> dict[str, Any] | None:
-    """Return the facts of transformers' assisted decoding that now runs in this thread; None outside of it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == ASSISTED_LOOP and frame.f_globals.get("__name__") == utils.__name__:
-            return dict(frame.f_locals)
-        frame = frame.f_back
-    return None
 
 
 def refusal(plan: object, *, layers_wait: bool, encodes_groups: bool, seen: int, prompt: int) -> str | None:

@@ -7,7 +7,6 @@ NaN: where some other attention runs on it after all, the output is NaN instead 
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -151,7 +150,7 @@ def attention(
             each.attention_came(module, query, key)
         if key.shape[2] == query.shape[2]:
             # It reads nothing but its own tokens: a prompt, or a forward whose cache was taken away.
-            check_fed(module, attention_mask, sys._getframe(1))
+            check_fed(module, attention_mask)
         softmax = softmax_of(module, query.shape[1], kwargs, of_sdpa=True)
         if not softmax.plain:
             output = own_attention(module, query, key, value, attention_mask, scaling, softmax, dropout, **kwargs)

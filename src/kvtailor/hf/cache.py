@@ -7,9 +7,7 @@ left.
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -22,13 +20,14 @@ from kvtailor.engine.engine import Engine
 from kvtailor.engine.phase import Compressing, Recording
 from kvtailor.errors import CacheMisuse, PlanError
 from kvtailor.hf.assisted import ids_of_caller, longest_of_caller, prompt_of_caller, refusal
-from kvtailor.hf.conversation import NOTES, Conversation, Shown, check_longer, right_call, shown_to_generate
+from kvtailor.hf.callers import GenerateCall, Positioning, Preparing, read_asker, read_ids
+from kvtailor.hf.conversation import Conversation, check_longer, right_call
 from kvtailor.hf.graphs.counts import ReplayCounts
 from kvtailor.hf.guard import CacheGuard
-from kvtailor.hf.handed import BETWEEN, GENERATES, check_mode
+from kvtailor.hf.handed import check_mode
 from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.hf.layers.of_cache import EmptyLayer, layers_of, plan_misfits
-from kvtailor.hf.layers.run_eagerly import caller, run_eagerly
+from kvtailor.hf.layers.run_eagerly import run_eagerly
 from kvtailor.hf.layers.states import StateLayer, StatesMixin
 from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.model.geometry import Geometry
@@ -380,23 +379,28 @@ class KvCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen by a layer."""
         self.guard.check_whole()
-        length, frame = int(super().get_seq_length(layer_idx)), caller(sys._getframe(1))
-        border = self.guard.border
-        if border is not None and frame is not None and crossing(border, frame, length):
-            if length and border.turns:
-                self._check_reads_anew(seen=length, after=length + 1, what="the text")
-                feed_all(border, frame, length)
-                self.reset()
-            return border.tokens + 1
-        self.guard.rope.asked_for_length(frame, length)
-        shown = shown_to_generate(frame)
-        if shown is not None:
-            self._check_shown(shown)
+        length, asker = int(super().get_seq_length(layer_idx)), read_asker()
+        if isinstance(asker, Positioning):
+            self.guard.rope.put_for(asker, length)
+        elif isinstance(asker, Preparing) and crossing(self.guard.border, asker, length):
+            return self._read_anew(asker, length)
+        elif isinstance(asker, GenerateCall):
+            self._generate_begins(asker)
         return length
 
-    def _check_shown(self, shown: Shown) -> None:
-        """Raises where `generate()` goes on with another conversation; else remembers what it will feed."""
-        if not shown.uses_cache:
+    def _read_anew(self, asker: Preparing, seen: int) -> int:
+        """Forget what was seen, let the whole text be fed, and tell a length for which the cache is not dropped."""
+        border = self.guard.border
+        assert border is not None
+        if seen and border.turns:
+            self._check_reads_anew(seen=seen, after=seen + 1, what="the text")
+            feed_all(border, asker, seen)
+            self.reset()
+        return border.tokens + 1
+
+    def _generate_begins(self, call: GenerateCall) -> None:
+        """Raise where `generate()` goes on with another conversation; else remember what it will feed."""
+        if not call.uses_cache:
             raise CacheMisuse(
                 "use_cache=False, of this call or of the model's generation config (generation_config.json), feeds the "
                 "whole text again at every token, and this cache would take all of it as new: give use_cache=True, or "
@@ -404,31 +408,31 @@ class KvCache(Cache):
             )
         seen = self.seen
         self._conversation.check_rows(seen=seen)
-        alone = shown.columns == seen + shown.tokens
+        alone = call.columns == seen + call.tokens
         if seen and not alone:
-            if shown.columns != shown.tokens:
+            if call.columns != call.tokens:
                 raise CacheMisuse(
-                    f"attention_mask has {shown.columns} columns, and generate() got {shown.tokens} tokens for a cache "
-                    f"that has seen {seen}: pass one of {seen + shown.tokens} columns, if all of these tokens are new, "
-                    f"or of {shown.tokens}, if they are the whole conversation"
+                    f"attention_mask has {call.columns} columns, and generate() got {call.tokens} tokens for a cache "
+                    f"that has seen {seen}: pass one of {seen + call.tokens} columns, if all of these tokens are new, "
+                    f"or of {call.tokens}, if they are the whole conversation"
                 )
-            if shown.ids is None:
-                check_longer(shown.tokens, seen=seen)
+            if call.ids is None:
+                check_longer(call.tokens, seen=seen)
             else:
-                self.check_ids(shown.ids)
-        if shown.chunk is not None:
-            first = seen or min(shown.chunk, shown.columns)
+                self.check_ids(call.ids)
+        if call.chunk is not None:
+            first = seen or min(call.chunk, call.columns)
             what = "this text, fed so many tokens at a time,"
-            check_border(self.guard.border, seen=first, after=shown.columns, what=what)
-        if shown.most is not None:
+            check_border(self.guard.border, seen=first, after=call.columns, what=what)
+        if call.most is not None:
             what = "this text, with as many tokens as generate() may write,"
-            why = "generate() got embeddings" if shown.ids is None else ""
+            why = "generate() got embeddings" if call.ids is None else ""
             if seen and alone:
                 why = "generate() got the new tokens alone"
-            self._check_reads_anew(seen=seen or shown.columns, after=shown.most, what=what, why=why)
+            self._check_reads_anew(seen=seen or call.columns, after=call.most, what=what, why=why)
         self._conversation.crop(seen)
-        if shown.ids is not None:
-            self._conversation.append(shown.ids if alone else shown.ids[:, seen:], shown.real, at=seen)
+        if call.ids is not None:
+            self._conversation.append(call.ids if alone else call.ids[:, seen:], call.real, at=seen)
 
     def _check_reads_anew(self, *, seen: int, after: int, what: str, why: str = "") -> None:
         """Raise where a text crosses the border of its model's long rope, and cannot be read anew there."""
@@ -464,30 +468,9 @@ class KvCache(Cache):
                 "before. Give the whole text to a new cache, or feed one token at a time"
             )
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
-        # The ids of the forward, read in place: a decoded token pays for each call of a function.
-        frame: FrameType | None = sys._getframe(1)
-        ids: Tensor | None = None
-        while frame is not None:
-            module: str = frame.f_globals.get("__name__") or ""
-            if module.startswith(GENERATES) or not module.startswith(BETWEEN):
-                break
-            if frame.f_code.co_name == "forward":
-                given = frame.f_locals.get("input_ids")
-                # The outermost has them as the caller gave them.
-                ids = given if isinstance(given, Tensor) and given.shape[1:] == (query_length,) else ids
-            frame = frame.f_back
+        ids = read_ids(query_length)
         if ids is not None:
-            known, writes = self._conversation, None
-            if query_length > 1 or ids.is_inference():
-                known.newest, kept = None, ids.clone()
-            else:
-                # A copy would be an operation more. The first token's shows whether one tensor serves for all.
-                before, known.newest = known.newest, (ids, ids._version)
-                known.written = known.written or (before is not None and before[0]._version != before[1])
-                kept, writes = (ids.clone(), None) if known.written or before is None else known.newest
-            known.notes.append((sum(sizes) - query_length, kept, writes))
-            if len(known.notes) > NOTES:
-                known.join_notes()
+            self._conversation.note_forward(ids, at=sum(sizes) - query_length)
         return sizes
 
     def _check_rows_may_change(self) -> None:

@@ -1,9 +1,8 @@
 """Which conversation a cache has seen: hashes of its token ids, as far as kvtailor got them.
 
 A cache gets keys and values, never token ids. Where ids pass through kvtailor (`prefill`, a session, `generate`), or
-transformers' `generate()` reads from the cache how many of them it has seen, or a forward's frames show them (see
-`hf.handed`), the cache keeps a rolling hash of each row, and refuses a conversation that begins otherwise. Embeddings
-have no ids.
+the frames of transformers show them (`hf.callers`), the cache keeps a rolling hash of each row, and refuses one
+that begins otherwise. Embeddings have no ids.
 """
 
 from __future__ import annotations
@@ -11,16 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
 
 import torch
 from torch import Tensor
-from transformers.generation import utils
 
 from kvtailor.errors import CacheMisuse
-from kvtailor.hf.versions import CACHE_ARGUMENT, PREFILL
+from kvtailor.hf.versions import CACHE_ARGUMENT
 
-__all__ = ["NOTES", "Conversation", "Known", "Shown", "check_longer", "right_call", "shown_to_generate"]
+__all__ = ["NOTES", "Conversation", "Known", "check_longer", "right_call"]
 
 # A polynomial in a fixed base modulo a Mersenne prime: 61 bits for each row, and more tokens can join at any time.
 _PRIME = (1 << 61) - 1
@@ -84,8 +81,21 @@ class Conversation:
         notes = [ids for _, ids, _ in self.notes]
         return sum(each.untyped_storage().nbytes() for each in (self._trail, self.real, *notes) if each is not None)
 
+    def note_forward(self, ids: Tensor, *, at: int) -> None:
+        """Note the ids (b, t) of a forward that has begun at column `at`."""
+        if ids.shape[1] > 1 or ids.is_inference():
+            self.newest, kept, writes = None, ids.clone(), None
+        else:
+            # A copy would be an operation more. The first token's shows whether one tensor serves for all.
+            before, self.newest = self.newest, (ids, ids._version)
+            self.written = self.written or (before is not None and before[0]._version != before[1])
+            kept, writes = (ids.clone(), None) if self.written or before is None else self.newest
+        self.notes.append((at, kept, writes))
+        if len(self.notes) > NOTES:
+            self.join_notes()
+
     def note(self, ids: Tensor, *, at: int) -> None:
-        """Note the ids (b, 1) of a step that is about to be replayed; plain forwards do so in `KvCache`."""
+        """Note the ids (b, 1) of a step that is about to be replayed."""
         kept, writes = (ids.clone(), None) if ids.is_inference() else (ids, ids._version)
         self.notes.append((at, kept, writes))
         if len(self.notes) > NOTES:
@@ -252,60 +262,6 @@ def right_call() -> str:
         "of which generate() feeds what is new; for another conversation make a new cache or call cache.reset(); for "
         "several questions on one context, kvtailor.read(model, tokenizer, context, plan=plan).ask(questions); "
         "a pipeline takes a list of prompts as one batch with batch_size=len(prompts)"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """What transformers' `generate()` was given.
-
-    Attributes:
-        ids: (b, n) token ids; None where it was given embeddings.
-        tokens: n, of the ids or the embeddings.
-        columns: of the 2-D attention mask; n where there is none.
-        real: (b, columns) bool of that mask, False for padding; None: nothing is padding.
-        uses_cache: it will feed only what the cache has not seen.
-        most: columns that the cache will have seen when it ends, at most; None where that is not known.
-        chunk: feed so many tokens of the prompt at a time; None: all at once.
-    """
-
-    ids: Tensor | None
-    tokens: int
-    columns: int
-    real: Tensor | None
-    uses_cache: bool = True
-    most: int | None = None
-    chunk: int | None = None
-
-
-def shown_to_generate(frame: FrameType | None) -> Shown | None:
-    """What `generate()` was given, where `frame` is that in which it reads from a cache how much to cut off; else None.
-
-    Nothing but the length of the cache is read there, and no later call brings the ids: so they are read from the
-    frame. It is never written. Of a transformers whose `_prefill` has another form nothing is read.
-    """
-    if frame is None or frame.f_code.co_name != PREFILL or frame.f_globals.get("__name__") != utils.__name__:
-        return None
-    given = frame.f_locals
-    ids, more = given.get("input_ids"), given.get("model_kwargs")
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or not isinstance(more, dict):
-        return None
-    embedded, mask = more.get("inputs_embeds"), more.get("attention_mask")
-    tokens = ids.shape[1] if embedded is None else embedded.shape[1]
-    # From 5.23 on a mask that hides nothing is dropped, and its length kept.
-    config = given.get("generation_config")
-    columns = getattr(config, "_mask_length", tokens) if mask is None else mask.shape[-1]
-    longest = getattr(config, "max_length", None)
-    real = None if mask is None else mask.to(torch.bool)
-    return Shown(
-        ids=ids if embedded is None else None,
-        tokens=tokens,
-        columns=int(columns),
-        real=real,
-        uses_cache=more.get("use_cache") is not False,
-        # The last token is never fed. Of embeddings the longest text does not count the prompt.
-        most=None if longest is None else int(columns) + longest - ids.shape[1] - 1,
-        chunk=getattr(config, "prefill_chunk_size", None),
     )
 
 

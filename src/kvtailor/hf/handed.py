@@ -1,54 +1,46 @@
-"""What a forward was handed, read from the frames that run it: a cache of ours that never comes to the layers.
+"""Caches of ours that a forward was handed, and that never come to its layers.
 
 transformers may take a cache away between the call and the layers: gradient checkpointing gives each layer none, a
 model may put it aside before the forward (`prepare_inputs_for_generation`), `use_cache=False` drops it. Nothing of that
 reaches the cache. But a layer whose cache was taken away attends to its own tokens alone, by our function while a cache
-is alive, and the frames above tell what was given to whom. So they are looked at there, and at prompts, and at no
-decoded token that reads a cache. They are read, never written; where they have another form, nothing is known.
+is alive, and the frames above tell what was given to whom. So they are looked at there (`hf.callers`), and at
+prompts, and at no decoded token that reads a cache. Where they have another form, nothing is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
-from types import FrameType
 from typing import Any
 
-from transformers import Cache, PreTrainedModel
-from transformers.generation import utils
+from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.callers import givers
 from kvtailor.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS, hand_cache
 
-__all__ = ["BETWEEN", "CLOCK", "GENERATES", "check_fed", "check_mode", "check_seen"]
+__all__ = ["CLOCK", "check_fed", "check_mode", "check_seen"]
 
 CLOCK = count(1)
 """Orders what happens to caches and forwards: a forward began before its layers were fed."""
-# What stands between a call and the layers, beside forwards: wrappers of these packages.
-BETWEEN = ("torch", "transformers", "accelerate", "peft", "kvtailor.hf", "contextlib")
-# Loops of transformers, which feed what they make.
-GENERATES = "transformers.generation"
 _CHECKPOINTED = (
     "gradient checkpointing is on and the model in training mode, in which transformers gives its layers no cache: "
     "call model.eval(), or switch gradient checkpointing off"
 )
-# A recorded step is given a stand-in of the cache, on purpose.
-_RECORDS = "kvtailor.hf.graphs.replay"
 
 
-def check_fed(module: Any, mask: Any, frame: FrameType | None) -> None:
+def check_fed(module: Any, mask: Any) -> None:
     """Raise where a layer reads its own tokens alone, and its forward was handed a cache of ours that was not fed.
 
     Args:
         module: whose attention it is, or the mask that is added to its logits.
         mask: a `LazyMask`, a tensor or None.
-        frame: of the attention, and below those of the forward.
     """
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return
-    cache = _handed(frame, config.get_text_config(decoder=True))
+    cache = _handed(config.get_text_config(decoder=True))
     if cache is None:
         return
     guard, began = cache.guard, getattr(mask, "began", None)
@@ -111,32 +103,11 @@ class _Layer(GradientCheckpointingLayer):
         return given[CACHE_ARGUMENT]
 
 
-def _handed(frame: FrameType | None, text: Any) -> Any:
+def _handed(text: Any) -> Any:
     """The innermost cache of ours, made for this configuration, that frames have handed over; None: there is none."""
-    for given in _givers(frame):
+    for given in givers():
         for name in CACHE_ARGUMENTS:
             guard = getattr(given.get(name), "guard", None)
             if isinstance(given.get(name), Cache) and guard is not None and guard.config is text:
                 return given[name]
     return None
-
-
-def _givers(frame: FrameType | None) -> Iterator[dict[str, Any]]:
-    """The arguments of what hands on a cache, from the inside: forwards of models, and `generate`'s loop."""
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__"))
-        if module == utils.__name__:
-            more = frame.f_locals.get("model_kwargs")
-            if isinstance(more, dict):
-                yield more
-            return
-        if module.startswith((_RECORDS, GENERATES)):
-            return
-        if frame.f_code.co_name == "forward":
-            given = frame.f_locals
-            if isinstance(given.get("self"), PreTrainedModel):
-                more = given.get("kwargs")
-                yield {**more, **given} if isinstance(more, dict) else given
-        elif not module.startswith(BETWEEN):
-            return
-        frame = frame.f_back

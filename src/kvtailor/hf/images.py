@@ -12,19 +12,17 @@ the one place where kvtailor writes to a model's state, and it is a value that e
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 import weakref
 from collections.abc import Mapping
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import utils
 
 from kvtailor.errors import CacheMisuse, UnknownName
-from kvtailor.hf.versions import CACHE_ARGUMENTS, POSITIONS_IN_FORWARD, POSITIONS_IN_GENERATE
+from kvtailor.hf.callers import Positioning, is_generating
+from kvtailor.hf.versions import CACHE_ARGUMENTS
 
 __all__ = ["RopeDeltas", "check_inputs", "check_text", "placeholders"]
 
@@ -106,27 +104,22 @@ class RopeDeltas:
         self.values: Tensor | None = None
         self._asked = self._by_hand = False
 
-    def asked_for_length(self, frame: FrameType | None, seen: int) -> None:
-        """Put this cache's shift on the model, where `frame` asks for the length of the cache to compute positions.
+    def put_for(self, asker: Positioning, seen: int) -> None:
+        """Put this cache's shift on the model, where positions are about to be computed.
 
         Args:
-            frame: in which the length is asked for.
+            asker: who computes them.
             seen: tokens that the cache has seen.
         """
-        asking = (POSITIONS_IN_FORWARD, POSITIONS_IN_GENERATE)
-        if self._owner is None or frame is None or frame.f_code.co_name not in asking:
+        if self._owner is None:
             return
-        given = frame.f_locals
-        if frame.f_code.co_name == POSITIONS_IN_FORWARD:
-            types, rows = given.get("mm_token_type_ids"), _rows(given.get("inputs_embeds"))
+        types = asker.types
+        if asker.in_forward:
             if types is not None and bool(types.any()):
                 self._check_turning()
                 if seen:
                     self._warn_of_images()
         else:
-            more: Mapping[str, Any] = given.get("model_kwargs") or {}
-            types = more.get("mm_token_type_ids")
-            rows = _rows(more["input_ids"] if "input_ids" in more else given.get("inputs_tensor"))
             images = types is not None and bool(types[:, seen:].any())
             if images:
                 self._check_turning()
@@ -134,7 +127,7 @@ class RopeDeltas:
                 # New images: without a shift, transformers computes the positions of the whole conversation.
                 self._put(None)
                 return
-        self.put(rows if seen else None)
+        self.put(asker.rows if seen else None)
 
     def put(self, rows: int | None = None) -> None:
         """Put this cache's shift on the model, for so many rows; None: those of the cache."""
@@ -159,7 +152,7 @@ class RopeDeltas:
             return
         if not self._asked:
             # A new token is text, and generate() counts on by itself. Other tokens came with the caller's positions.
-            self._by_hand = self._by_hand or not seen or (new > 1 and not _generating())
+            self._by_hand = self._by_hand or not seen or (new > 1 and not is_generating())
             return
         found, self._asked, self._by_hand = owner.rope_deltas, False, False
         if found is not None and found.shape[0] != rows and rows % found.shape[0] == 0:
@@ -218,17 +211,3 @@ class RopeDeltas:
             stacklevel=3,
         )
         self._by_hand = False
-
-
-def _generating() -> bool:
-    """Whether transformers' generate() now runs in this thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == utils.__name__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _rows(given: Any) -> int | None:
-    return given.shape[0] if isinstance(given, Tensor) else None

@@ -7,17 +7,17 @@ open steps first, so that nothing reads or changes a cache that is behind. `seen
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import Tensor
 
 from kvtailor.hf.cache import KvCache
-from kvtailor.hf.conversation import Conversation, shown_to_generate
+from kvtailor.hf.callers import GenerateCall, Positioning, Preparing, read_asker
+from kvtailor.hf.conversation import Conversation
 from kvtailor.hf.graphs.counts import ReplayCounts
 from kvtailor.hf.graphs.open_steps import OpenSteps
 from kvtailor.hf.guard import CacheGuard
-from kvtailor.hf.layers.run_eagerly import caller, run_eagerly
+from kvtailor.hf.layers.run_eagerly import run_eagerly
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.rope_border import crossing
 from kvtailor.plan import Plan
@@ -95,13 +95,15 @@ class ReplayedCache(KvCache):
     @run_eagerly
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen by a layer, replayed steps included."""
-        frame = caller(sys._getframe(1))
-        shown = shown_to_generate(frame)
-        if shown is not None:
-            self.open_steps.most = shown.most
-        if shown is not None or not self.open_steps.done or crossing(self._guard.border, frame, self.seen):
+        asker = read_asker()
+        begins = isinstance(asker, GenerateCall)
+        if isinstance(asker, GenerateCall):
+            self.open_steps.most = asker.most
+        crosses = isinstance(asker, Preparing) and crossing(self._guard.border, asker, self.seen)
+        if begins or not self.open_steps.done or crosses:
             return super().get_seq_length(layer_idx)
-        self._guard.rope.asked_for_length(frame, self.seen)
+        if isinstance(asker, Positioning):
+            self._guard.rope.put_for(asker, self.seen)
         return self.seen
 
     def take_ids(self, ids: Tensor, mask: Tensor | None, at: int) -> None:

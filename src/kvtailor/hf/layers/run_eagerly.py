@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch._C._dynamo import eval_frame
 
-__all__ = ["caller", "run_eagerly"]
+__all__ = ["run_eagerly"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-# Those of `run_eagerly`, and of a cache that hands a question on to the class above it.
-_BETWEEN = ("torch._dynamo", "kvtailor.hf.graphs.replayed_cache", __name__)
 # None while nothing is compiled. A torch that does not tell may be compiling.
 _compiler_at_work: Callable[[], object] = getattr(eval_frame, "get_eval_frame_callback", lambda: True)
 _WHY = "kvtailor's cache is no part of a graph: compile the model without fullgraph=True"
@@ -38,10 +35,3 @@ def run_eagerly(function: _Function) -> _Function:
         return (function if _compiler_at_work() is None else disabled)(*args, **kwargs)
 
     return cast(_Function, eager)
-
-
-def caller(frame: FrameType | None) -> FrameType | None:
-    """Return the nearest frame, from this one on, that is none of what `run_eagerly` and caches put between."""
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
-        frame = frame.f_back
-    return frame

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, Dyna
 from transformers.utils import logging
 
 from kvtailor.errors import UnsupportedModel
+from kvtailor.hf.callers import calling_module
 from kvtailor.hf.layers.products import operands
 from kvtailor.hf.mask import LazyMask, lazy_mask
 from kvtailor.hf.model.attending.softmax import softmax_of
@@ -93,7 +93,7 @@ class _Notes:
     def updated(self, layer: int) -> None:
         self.settle()
         self.updates += 1
-        self.awaiting, self.updating = layer, _calling_module()
+        self.awaiting, self.updating = layer, calling_module()
 
     def settle(self) -> None:
         """The attention of the layer whose keys came last never asked the interface."""
@@ -356,17 +356,6 @@ def _misfit(mask: Any) -> str | None:
     if columns == tokens:
         return None
     return f"masks {columns} columns where a text has {tokens} tokens; kvtailor supports a column for each token"
-
-
-def _calling_module() -> str:
-    """The class of the module in whose forward a cache is asked."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.nn.Module):
-            return type(owner).__name__
-        frame = frame.f_back  # type: ignore[assignment]
-    return "its attention"
 
 
 def _uninitialised() -> Any:

@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import DynamicCache, GenerationMixin
-from transformers.generation import utils
 
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.callers import Preparing
 from kvtailor.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS, FED, PREPARE
 
 __all__ = ["RopeBorder", "check_border", "crossing", "feed_all", "rope_border"]
@@ -84,40 +82,33 @@ def check_border(border: RopeBorder | None, *, seen: int, after: int, what: str,
     )
 
 
-def crossing(border: RopeBorder | None, frame: FrameType | None, seen: int) -> bool:
+def crossing(border: RopeBorder | None, asker: Preparing, seen: int) -> bool:
     """Return whether a model that asks for the length of a cache would drop it, since its text is beyond the border.
 
     Args:
         border: of the model; None: it has none.
-        frame: in which the length is asked for.
+        asker: the function of the model.
         seen: tokens that the cache has seen.
     """
-    if border is None or seen > border.tokens or frame is None or frame.f_code.co_name != PREPARE:
+    if border is None or seen > border.tokens or asker.columns is None:
         return False
-    if frame.f_globals.get("__name__") == utils.__name__:
-        # transformers' general form computes positions of the length.
-        return False
-    ids = frame.f_locals.get("input_ids")
-    return isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] > border.tokens
+    return asker.columns > border.tokens
 
 
-def feed_all(border: RopeBorder, frame: FrameType, seen: int) -> None:
-    """Make the model's own function, which runs in this frame, prepare the whole text in place of what is new.
+def feed_all(border: RopeBorder, asker: Preparing, seen: int) -> None:
+    """Make the model's own function prepare the whole text in place of what is new.
 
     Args:
         border: of the model.
-        frame: see `crossing`.
+        asker: see `crossing`.
         seen: tokens that the cache has seen.
 
     Raises:
         CacheMisuse: the whole text is not here.
     """
-    given = frame.f_locals
-    text, found = given["input_ids"].shape[1], given.get("kwargs")
-    more: dict[str, Any] = found if isinstance(found, dict) else {}
-    fed = more.get(FED)
+    text, fed = asker.columns or 0, asker.fed
     if fed is None or seen + fed != text:
         why = "the model's function was not given the tokens that this cache has seen"
         check_border(border, seen=seen, after=max(text, seen + (fed or text)), what="the text", why=why)
     else:
-        more[FED] = None
+        asker.more[FED] = None
