@@ -12,6 +12,7 @@ its name. Times are left out: they are of whatever else the machine did.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -90,7 +91,7 @@ def read(records: Path = ROOT / "docs" / "records") -> dict[str, dict[str, tuple
 
 
 def _tables(model: str, suite: Suite, records: Sequence[Record], shown: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    yield f"**On {model}.** {provenance(suite, records)}"
+    yield from textwrap.wrap(f"**On {model}.** {provenance(suite, records)}", width=120)
     for table in suite_tables(suite, records):
         wanted = next((columns for name, columns in shown.items() if fnmatch(table.name, name)), ())
         lines = list(_table(table, wanted))
