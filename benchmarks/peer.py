@@ -3,11 +3,15 @@
     python -m benchmarks.peer times OUT [--dtypes bfloat16,float32] [--contexts 8192,32768] [--threads 1,2]
                                           [--rounds 10]
     python -m benchmarks.peer losses OUT --texts FOLDER [--each 4] [--context 1024] [--continuation 256]
+    python -m benchmarks.peer types OUT --gguf FILE --model FOLDER --data DATA [--windows 12]
+                                          [--types q8_0,q5_1,q4_0,q8_0/q4_0]
     python -m benchmarks.peer table OUT
 
 `times` measures random models in turns (`benchmarks.peers.decode_times`), `losses` the model `demo` on the texts
 *.txt of a folder (`benchmarks.peers.losses`); both write JSON into the folder OUT. `losses` writes a file for each
-text and goes on where it stopped. `table` prints the tables of docs/peers/llama-cpp.md from these files.
+text and goes on where it stopped. `types` scores a GGUF file under llama.cpp's cache types, KEYS/VALUES where these
+differ, on the windows of novels that docs/records are of, with the ids of the folder's tokenizer.
+`table` prints the tables of docs/peers/llama-cpp.md from these files.
 
 It needs `pip install gguf==0.19.0 llama-cpp-python==0.3.36`, which are no dependencies of kvtailor.
 """
@@ -18,6 +22,7 @@ import argparse
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,11 +31,13 @@ import torch
 
 from benchmarks.micro.tables import compared
 from benchmarks.peers.decode_times import BASE, WARMUP, prepare, timed
-from benchmarks.peers.llama_runner import LlamaModel
+from benchmarks.peers.llama_runner import LlamaCache, LlamaModel
 from benchmarks.peers.losses import PLANS, Losses, agreement, compared_losses, losses, windows_of
+from kvtailor.bench.data.corpora import corpus
 from kvtailor.bench.measure.machine import describe, read_bandwidth
-from kvtailor.bench.subject import Subject
-from kvtailor.bench.tasks.perplexity import Window
+from kvtailor.bench.measure.statistics import mean_difference
+from kvtailor.bench.subject import Subject, hash_of
+from kvtailor.bench.tasks.perplexity import Perplexity, Window
 
 AGREEING = 512
 
@@ -109,6 +116,36 @@ def of_texts(out: Path, args: argparse.Namespace) -> None:
         print(f"{text.name}: " + "; ".join(f"{each.name} {fmean(each.nll):.4f}" for each in found), flush=True)
 
 
+def of_types(out: Path, args: argparse.Namespace) -> None:
+    """Score a GGUF file under several cache types, and print what each loses over `f16`."""
+    novels = corpus("pg19", data=args.data)
+    task = Perplexity(text=novels.text, source="pg19", starts=novels.starts, windows=args.windows)
+    windows = replace(task, context=args.context, continuation=args.continuation).cut(Subject.load(args.model))
+    model = LlamaModel(args.gguf)
+    cells, threads = args.context + args.continuation, torch.get_num_threads()
+    nll: dict[str, list[float]] = {}
+    size: dict[str, int] = {}
+    for name in ("f16", *args.types.split(",")):
+        keys, _, values = name.partition("/")
+        cache = LlamaCache(model, keys, cells, threads=threads, values=values or None)
+        size[name], nll[name] = cache.allocated_bytes, []
+        for window in windows:
+            cache.clear()
+            rows = torch.cat([cache.feed(window.context), cache.feed(window.targets[:-1], logits="all")]).log_softmax(
+                -1
+            )
+            nll[name].append(-float(rows.gather(1, window.targets[:, None]).mean()))
+        cache.close()
+        documents = [float(window.document or 0) for window in windows]
+        more = mean_difference(nll[name], nll["f16"], documents=documents)
+        row = f"{size[name] / size['f16']:.3f} | {fmean(nll[name]):.4f} | {more.value:+.4f}"
+        print(f"| {name} | {row} | {span(more.low, more.high)} |", flush=True)
+    record = {"file": args.gguf.name, "texts": hash_of(*(torch.cat([w.context, w.targets]) for w in windows))}
+    record |= {"windows": len(windows), "context": args.context, "continuation": args.continuation}
+    record |= {"nll": nll, "allocated_bytes": size, "machine": surroundings()}
+    (out / f"types-{args.gguf.stem}.json").write_text(json.dumps(record, indent=1))
+
+
 def table(out: Path) -> None:
     """Print the tables of the page from the files in a folder."""
     for file in sorted(out.glob("times-*.json")):
@@ -165,13 +202,18 @@ def cells_of(row: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("times", "losses", "table"))
+    parser.add_argument("what", choices=("times", "losses", "types", "table"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtypes", default="bfloat16,float32")
     parser.add_argument("--contexts", default="8192,32768")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--texts", type=Path)
+    parser.add_argument("--gguf", type=Path)
+    parser.add_argument("--model")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--types", default="q8_0,q5_1,q4_1,q4_0")
     parser.add_argument("--each", type=int, default=4)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--continuation", type=int, default=256)
@@ -183,6 +225,10 @@ def main() -> None:
         if args.texts is None or not any(args.texts.glob("*.txt")):
             parser.error(f"asked for losses, but --texts {args.texts} holds no *.txt: give a folder of novels")
         of_texts(args.out, args)
+    elif args.what == "types":
+        if None in (args.gguf, args.model, args.data):
+            parser.error("asked for types: give --gguf FILE, --model FOLDER with its tokenizer, and --data FOLDER")
+        of_types(args.out, args)
     else:
         table(args.out)
 

@@ -42,20 +42,13 @@ PLANS = ("full", *(f"{method} @ keep={share}" for share, method in product(SHARE
 def run(arguments: argparse.Namespace, count: int, share: str) -> dict[str, Any]:
     """Return processor seconds, peak bytes, and what was measured of each plan, of one bench of `count` plans."""
     with tempfile.TemporaryDirectory() as out:
-        words = [sys.executable, "-m", "kvtailor", "bench", "--model", arguments.model, "--text", arguments.text]
-        words += [
-            "--dtype",
-            "float32",
-            "--plans",
-            "; ".join(PLANS[:count]),
-            "--tasks",
-            arguments.tasks,
-            "--share",
-            share,
-        ]
-        words += ["--context", "1024", "--continuation", "256", "--windows", str(arguments.windows), "--out", out]
+        words = [sys.executable, "-m", "kvtailor", "bench", "--model", arguments.model, "--dtype", "float32"]
+        words += ["--plans", "; ".join(PLANS[:count]), "--tasks", arguments.tasks, "--share", share, "--out", out]
+        many = str(arguments.windows)
         if arguments.tasks == "needle":
-            words += ["--needles", "1024", "--depths", "0.5", "--documents", str(arguments.windows)]
+            words += ["--needles", "1024", "--depths", "0.5", "--documents", many]
+        else:
+            words += ["--text", arguments.text, "--context", "1024", "--continuation", "256", "--windows", many]
         process = subprocess.Popen(
             words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )

@@ -23,13 +23,16 @@ import numpy
 import torch
 from torch import Tensor
 
-from benchmarks.peers.ggml_rows import RowKind, kind_of
+from benchmarks.peers.ggml_rows import KINDS, RowKind, kind_of
 from benchmarks.peers.gguf_file import interleaved
 from benchmarks.peers.sequence_state import Rows, SequenceState
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import KvtailorError, UnknownName
 from kvtailor.ops.codes.hadamard import mixed
 
-__all__ = ["LlamaCache", "LlamaModel", "missing", "rotated_rows"]
+__all__ = ["TYPES", "LlamaCache", "LlamaModel", "missing", "rotated_rows"]
+
+TYPES: Mapping[str, int] = {kind.name: kind.number for kind in KINDS.values()} | {"q4_1": 3, "q5_0": 6, "q5_1": 7}
+"""Numbers of the types that a cache may have; rows of those in `ggml_rows.KINDS` can be read here."""
 
 _ROTATION_OFF = "LLAMA_ATTN_ROT_DISABLE"
 _FIRST_ROTATION = 64
@@ -126,7 +129,7 @@ class LlamaCache:
     """A context of llama.cpp with a cache of one type, for one sequence.
 
     Attributes:
-        kind: of its keys and values.
+        name: of the type of its keys.
         seen: tokens that it holds.
         cells: tokens that it has room for.
         allocated_bytes: what llama.cpp logged that it has allocated for the cache: hundredths of a MiB.
@@ -140,6 +143,7 @@ class LlamaCache:
         cells: int,
         *,
         threads: int,
+        values: str | None = None,
         batch: int = 512,
         rotation: bool = True,
         flash: bool = True,
@@ -148,21 +152,25 @@ class LlamaCache:
 
         Args:
             model: of the cache.
-            kind: a name of `ggml_rows.KINDS`, of keys and values.
+            kind: a name of `TYPES`, of keys and values.
             cells: tokens that it has room for; llama.cpp rounds up to 256.
             threads: of every step.
+            values: a name of `TYPES`, of values; None: that of keys.
             batch: most tokens that are computed at once.
             rotation: False turns llama.cpp's rotation of quantised caches off.
             flash: False turns flash attention off, which rounds keys and values to float16 whatever the cache holds.
 
         Raises:
+            UnknownName: there is no type of that name.
             KvtailorError: llama.cpp cannot make it, or logs something else than is read here, with what it logged.
         """
-        self.model, self.api, self.kind, self.seen = model, model.api, kind_of(kind), 0
+        for name in {kind, values or kind} - set(TYPES):
+            raise UnknownName("type of ggml", name, TYPES)
+        self.model, self.api, self.name, self.seen = model, model.api, kind, 0
         params = self.api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = cells, batch, batch, 1
         params.n_threads = params.n_threads_batch = threads
-        params.type_k = params.type_v = self.kind.number
+        params.type_k, params.type_v = TYPES[kind], TYPES[values or kind]
         params.flash_attn_type = int(flash)
         params.offload_kqv = params.op_offload = False
         params.no_perf = True
@@ -184,6 +192,11 @@ class LlamaCache:
         # llama.cpp ends the process where more tokens are given at once than its own limit, the cache's room or less.
         self._most = min(batch, int(self.api.llama_n_batch(self.pointer)))
         self._batch = self.api.llama_batch_init(self._most, 0, 1)
+
+    @property
+    def kind(self) -> RowKind:
+        """Its rows' form, where they are read here."""
+        return kind_of(self.name)
 
     def close(self) -> None:
         """Free its memory."""
