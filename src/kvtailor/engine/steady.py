@@ -56,6 +56,7 @@ __all__ = [
     "carried_part",
     "general_way",
     "goes_generally",
+    "steady_layer",
     "step_over_all",
 ]
 
@@ -296,13 +297,7 @@ class SteadyEnds(SteadyLayer):
         self._ends, self._rotation = ends, rotation
 
     @classmethod
-    def of(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyLayer | None:
-        """Return the layer as it is after a decoded token, of whichever kind; see `SteadyLayer.of`."""
-        found = cls._of_ends(engine, state, query_heads, visible)
-        return found or SteadyLayer.of(engine, state, query_heads, visible)
-
-    @classmethod
-    def _of_ends(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyEnds | None:
+    def of(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyEnds | None:
         plan, first, tail, model = engine.plan, engine.eviction.first, state.stored.tail, state.model
         if first is None or tail is None or not acts_alike(engine, state, visible):
             return None
@@ -452,13 +447,7 @@ class SteadyCodes(SteadyLayer):
         self._at, self._rotation = at, rotation
 
     @classmethod
-    def of(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyLayer | None:
-        """Return the layer as it is after a decoded token, of whichever kind; see `SteadyLayer.of`."""
-        found = cls._of_codes(engine, state, query_heads, visible)
-        return found or SteadyEnds.of(engine, state, query_heads, visible)
-
-    @classmethod
-    def _of_codes(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyCodes | None:
+    def of(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyCodes | None:
         plan, first, tail, segments = engine.plan, engine.eviction.first, state.stored.tail, state.stored.segments
         if first is None or tail is None or not acts_alike(engine, state, visible):
             return None
@@ -518,3 +507,10 @@ class SteadyCodes(SteadyLayer):
         state.observed.carry = self._carry
         part = PlainSegment(layout=first.layout, keys=turned, values=carry["first_values"].flatten(0, 1))
         self.step.exchange(0, part)
+
+
+def steady_layer(engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyLayer | None:
+    """Return a layer as it is after a decoded token, of the first kind that it can be; see `SteadyLayer.of`."""
+    kinds = (SteadyLayer,) if engine.eviction.first is None else (SteadyCodes, SteadyEnds, SteadyLayer)
+    made = (kind.of(engine, state, query_heads, visible) for kind in kinds)
+    return next((each for each in made if each is not None), None)

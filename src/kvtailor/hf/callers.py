@@ -197,22 +197,23 @@ def _generate_call(given: Mapping[str, Any]) -> GenerateCall | None:
 
 def assisted_loop() -> Mapping[str, Any] | None:
     """Return the facts of transformers' assisted decoding that now runs in this thread, by name; None outside of it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == ASSISTED_LOOP and frame.f_globals.get("__name__") == utils.__name__:
-            return dict(frame.f_locals)
-        frame = frame.f_back
-    return None
+    frame = _running(ASSISTED_LOOP)
+    return None if frame is None else dict(frame.f_locals)
 
 
 def is_generating() -> bool:
     """Return whether transformers' generate() now runs in this thread."""
+    return _running("generate") is not None
+
+
+def _running(function: str) -> FrameType | None:
+    """The innermost frame of a function of transformers' generation in this thread."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == utils.__name__:
-            return True
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == utils.__name__:
+            return frame
         frame = frame.f_back
-    return False
+    return None
 
 
 def givers() -> Iterator[Mapping[str, Any]]:

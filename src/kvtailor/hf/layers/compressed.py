@@ -16,7 +16,7 @@ from kvtailor.engine import rollback
 from kvtailor.engine.engine import Engine
 from kvtailor.engine.phase import Reconstructing, Recording, Speculating
 from kvtailor.engine.state import LayerState, Reading
-from kvtailor.engine.steady import SteadyCodes, SteadyLayer
+from kvtailor.engine.steady import steady_layer
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import HANDLE, ungraded
 from kvtailor.hf.guard import CacheGuard
@@ -241,8 +241,7 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
             output = self._attended(keys, values, query, visible, scaling)
         guard.layer_ends(self.layer_idx)
         settled = query.shape[2] == 1 and not reconstructing and not self._readers and not guard.geometry.multiplies
-        kind = SteadyLayer if engine.eviction.first is None else SteadyCodes
-        self.steady = kind.of(engine, self.state, query.shape[1], visible) if settled else None
+        self.steady = steady_layer(engine, self.state, query.shape[1], visible) if settled else None
         return output
 
     def _attended(self, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> Tensor:

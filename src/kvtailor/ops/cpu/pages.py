@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -90,7 +89,7 @@ def attend_pages(inputs: AttentionInputs, pages: Tensor, page: int, *, using: Li
         slot = (first[:, None] + torch.arange(size)).clamp(max=slots - 1)
         seen = visible.expand(lanes, query.shape[2], slots)[lane[:, None], :, slot].transpose(1, 2)
     owners, lengths = lane if inputs.owner is None else inputs.owner[lane], (slots - first).clamp(max=size)
-    call, held = call_of(replace(inputs, keys=sides[0], values=sides[1], owner=owners, lengths=lengths, visible=seen))
+    call, held = call_of(inputs._replace(keys=sides[0], values=sides[1], owner=owners, lengths=lengths, visible=seen))
     starts = lane * (keys.states.stride(0) // keys.states.stride(1)) + first
     held += [starts, keys.states, values.states]
     call.starts = starts.data_ptr()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,11 +12,12 @@ from kvtailor.ops.segments.turned import Offsetting, Turned
 __all__ = ["AttentionInputs"]
 
 
-@dataclass(frozen=True)
-class AttentionInputs:
+class AttentionInputs(NamedTuple):
     """Queries of the new tokens, keys and values of one part as they are stored, and what the softmax is taken over.
 
     Every form gives out (n, g, t, dv) float32, zeros where a query sees nothing, and lse (n, g, t) float32, -inf there.
+
+    A tuple, since a decoded token makes one for each part.
 
     Attributes:
         query: (n, g, t, d), any float dtype; n = b * h.
@@ -35,7 +36,6 @@ class AttentionInputs:
     query: Tensor
     keys: Coded
     values: Coded
-    _: KW_ONLY
     scaling: float
     softcap: float | None = None
     owner: Tensor | None = None
