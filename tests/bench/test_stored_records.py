@@ -7,6 +7,7 @@ import os
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,9 +130,8 @@ def test_a_full_disk_ends_a_run_in_a_sentence(
     assert len(run(given, plans, [task()], bandwidth=False, out=tmp_path)) == len(records)
 
 
-def test_one_changed_weight_is_another_model(tmp_path: Path) -> None:
-    """Wherever it lies, and however it was changed: 64 values of a parameter were looked at before."""
-    model = new_model(
+def _tiny_llama() -> Any:
+    return new_model(
         "llama",
         vocab_size=32,
         hidden_size=16,
@@ -141,6 +141,11 @@ def test_one_changed_weight_is_another_model(tmp_path: Path) -> None:
         num_key_value_heads=1,
         head_dim=8,
     )
+
+
+def test_one_changed_weight_is_another_model(tmp_path: Path) -> None:
+    """Wherever it lies, and however it was changed: 64 values of a parameter were looked at before."""
+    model = _tiny_llama()
     weight = model.model.layers[0].mlp.down_proj.weight
     seen = {Subject(name="m", model=model).fingerprint()}
     for number in range(weight.numel()):
@@ -152,16 +157,7 @@ def test_one_changed_weight_is_another_model(tmp_path: Path) -> None:
 
 
 def test_what_is_remembered_of_weights_is_that_of_the_weights() -> None:
-    model = new_model(
-        "llama",
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
+    model = _tiny_llama()
     weight = model.model.layers[0].mlp.down_proj.weight
     assert remembered_fingerprint(model) == weight_fingerprint(model) == remembered_fingerprint(model)
     with torch.no_grad():
@@ -170,15 +166,6 @@ def test_what_is_remembered_of_weights_is_that_of_the_weights() -> None:
     weight.requires_grad_(False).data = weight.data.clone()
     weight.data[2, 5] = 4.0
     assert remembered_fingerprint(model) == weight_fingerprint(model)
-    half = new_model(
-        "llama",
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    ).bfloat16()
+    half = _tiny_llama().bfloat16()
     half.load_state_dict(model.state_dict())
     assert weight_fingerprint(model, torch.bfloat16) == weight_fingerprint(half) != weight_fingerprint(model)

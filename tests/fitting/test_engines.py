@@ -3,7 +3,9 @@
 from itertools import product
 
 import pytest
+from tests.support.fitting.made_fits import made_fit
 
+from kvtailor.errors import UnknownName
 from kvtailor.fitting.engines import ENGINES, nearest_settings
 from kvtailor.plan import Plan
 
@@ -81,3 +83,11 @@ def test_a_codec_without_a_number_of_bits_has_no_neighbour():
 def test_tokens_that_are_dropped_are_told_as_missing():
     found = settings("snapkv @ tokens=100")
     assert all(each.setting and "snapkv at 100 is missing" in each.lacks for each in found.values())
+
+
+def test_a_fit_names_the_setting_of_its_plan():
+    made = made_fit(8)
+    setting = made.export("vllm")
+    assert setting in made.engines and setting == settings(made.plan)["vLLM"]
+    with pytest.raises(UnknownName, match="vllm"):
+        made.export("vlm")

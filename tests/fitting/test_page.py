@@ -1,11 +1,7 @@
 """The page of a fit: whole, escaped, with the fit's own numbers, and the right plan marked in a real browser."""
 
 import json
-import os
 import re
-import shutil
-import signal
-import subprocess
 import tomllib
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -14,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from tests.support.browser import BROWSER, PROBE, ask_frames
 from tests.support.fitting.made_fits import FULL_BYTES, made_fit
 
 import kvtailor.fitting.page
@@ -21,7 +18,6 @@ from kvtailor.fitting.page import page
 from kvtailor.fitting.question import Question
 from kvtailor.fitting.result import Fit
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SIZES = (2, 8, 60)
 VOID = {"meta", "br", "input", "link", "img", "hr"}
 
@@ -264,14 +260,6 @@ def test_many_layers_and_heads_are_all_there():
     assert text.count("layer 39, head 1, kept") == 3 and "layer 39, keys, 2 bits" in text
 
 
-PROBE = """
-<script>
-window.complaints = [];
-addEventListener('error', event => complaints.push(String(event.message)));
-addEventListener('securitypolicyviolation', event => complaints.push(event.violatedDirective));
-console.error = console.warn = text => complaints.push(String(text));
-</script>
-"""
 QUESTIONS = """
 <pre id="answers"></pre><script>
 {
@@ -312,65 +300,15 @@ parent.postMessage(JSON.stringify(found), '*');
 }
 </script>
 """
-# Headless chromium has no window narrower than 500 pixels, but a frame in it may be of any width.
-OUTSIDE = """<!doctype html><html><body><pre id="all"></pre><script>
-const all = [];
-addEventListener('message', event => {
-  all.push(JSON.parse(event.data));
-  document.getElementById('all').textContent = JSON.stringify(all);
-});
-</script>FRAMES</body></html>"""
 
 
 def asked(folder, text, address, widths):
     """What a page tells of itself at several widths, by width."""
     whole = text.replace("<head>", "<head>" + PROBE, 1).replace("</body>", QUESTIONS + "</body>", 1)
     (folder / "fit.html").write_text(whole, encoding="utf-8")
-    frames = "".join(
-        f'<iframe src="fit.html{address}" style="width:{width}px;height:900px;border:0"></iframe>' for width in widths
-    )
-    (folder / "outside.html").write_text(OUTSIDE.replace("FRAMES", frames), encoding="utf-8")
-    command = [
-        BROWSER,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        "--hide-scrollbars",
-        f"--user-data-dir={folder / 'profile'}",
-        "--window-size=2000,1000",
-        "--virtual-time-budget=4000",
-        "--dump-dom",
-        f"file://{folder / 'outside.html'}",
-    ]
-    started = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        said, complained = started.communicate(timeout=90)
-    except subprocess.TimeoutExpired:
-        os.killpg(started.pid, signal.SIGKILL)
-        pytest.fail(f"the browser gave no page within 90 seconds: {started.communicate()[1][-500:]}")
-    answer = re.search(r'<pre id="all">(.*?)</pre>', said, re.DOTALL)
-    assert answer is not None and answer[1], complained[-2000:]
-    parser = Text()
-    parser.feed(answer[1])
-    return {found["over"][1]: found for found in json.loads("".join(parser.found))}
-
-
-class Text(HTMLParser):
-    """The text of a piece of HTML."""
-
-    def __init__(self):
-        super().__init__(convert_charrefs=True)
-        self.found = []
-
-    def handle_data(self, data):
-        self.found.append(data)
+    frames = dict.fromkeys(widths, f"fit.html{address}")
+    answers = ask_frames(folder, frames, seconds=90, milliseconds=4000)
+    return {found["over"][1]: found for found in answers.posted}
 
 
 def best_that_fits(made, memory, wanted=lambda each: True):

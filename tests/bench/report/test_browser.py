@@ -1,28 +1,12 @@
 """The page in a real browser: nothing runs over, nothing complains, sorting sorts, numbers lead to their records."""
 
-import json
-import os
-import re
-import shutil
-import signal
-import subprocess
-from html import unescape
-
 import pytest
 from tests.support.bench.made_records import whole_run
+from tests.support.browser import BROWSER, PROBE, ask_frames
 
 from kvtailor.bench.report.pages.page import page
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: the pages were not looked at")
-
-PROBE = """
-<script>
-window.complaints = [];
-addEventListener('error', event => complaints.push(String(event.message)));
-console.error = console.warn = text => complaints.push(String(text));
-</script>
-"""
 QUESTIONS = """
 <script>
 {
@@ -79,58 +63,14 @@ parent.postMessage(JSON.stringify(found), '*');
 """
 
 
-# Headless chromium has no window narrower than 500 pixels, but a frame in it may be of any width.
-OUTSIDE = """<!doctype html><html><body><pre id="answers"></pre><script>
-const answers = [];
-addEventListener('message', event => {
-  answers.push(JSON.parse(event.data));
-  document.getElementById('answers').textContent = JSON.stringify(answers);
-});
-</script>FRAMES</body></html>"""
-
-
 def asked(folder, pages, *options, questions=QUESTIONS):
     """What pages say of themselves, each at a width: by width."""
     for width, text in pages.items():
         whole = text.replace("<head>", "<head>" + PROBE, 1).replace("</body>", questions + "</body>", 1)
         (folder / f"{width}.html").write_text(whole, encoding="utf-8")
-    frames = "".join(
-        f'<iframe src="{width}.html" style="width:{width}px;height:900px;border:0"></iframe>' for width in pages
-    )
-    (folder / "outside.html").write_text(OUTSIDE.replace("FRAMES", frames), encoding="utf-8")
-    command = [
-        BROWSER,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        "--hide-scrollbars",
-        f"--user-data-dir={folder / 'profile'}",
-        "--window-size=2000,1000",
-        "--virtual-time-budget=3000",
-        "--enable-logging=stderr",
-        "--v=0",
-        *options,
-        "--dump-dom",
-        f"file://{folder / 'outside.html'}",
-    ]
-    started = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        said, complained = started.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        os.killpg(started.pid, signal.SIGKILL)
-        pytest.fail(f"the browser gave no page within 60 seconds: {started.communicate()[1][-500:]}")
-    console = [line for line in complained.splitlines() if "CONSOLE" in line]
-    assert started.returncode == 0 and console == [], console or complained[-2000:]
-    answer = re.search(r'<pre id="answers">(.*?)</pre>', said, re.DOTALL)
-    assert answer is not None and answer[1], complained[-2000:]
-    return {found["width"]: found for found in json.loads(unescape(answer[1]))}
+    answers = ask_frames(folder, {width: f"{width}.html" for width in pages}, *options, seconds=60, milliseconds=3000)
+    assert answers.console == []
+    return {found["width"]: found for found in answers.posted}
 
 
 @pytest.mark.parametrize("mode", ["light", "dark"])

@@ -1,8 +1,9 @@
 """The leaderboard in a real browser: nothing runs over, a budget, a task and words choose what is shown, heads sort."""
 
 import pytest
-from tests.bench.report.test_browser import BROWSER, asked
+from tests.bench.report.test_browser import asked
 from tests.support.bench.equal_bytes import records_of, suite_in
+from tests.support.browser import BROWSER
 
 from kvtailor.bench.report.pages.leaderboard import leaderboard_page
 from kvtailor.bench.report.suite.ranking import rank

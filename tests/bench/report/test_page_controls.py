@@ -4,8 +4,9 @@ import json
 import re
 
 import pytest
-from tests.bench.report.test_browser import BROWSER, asked
+from tests.bench.report.test_browser import asked
 from tests.support.bench.made_records import PLANS, whole_run
+from tests.support.browser import BROWSER
 
 from kvtailor.bench.report.pages.page import page
 

@@ -4,8 +4,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from tests.bench.report.test_browser import BROWSER, asked
+from tests.bench.report.test_browser import asked
 from tests.support.bench.made_records import whole_run
+from tests.support.browser import BROWSER
 
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.charts.heat import HeatCell, heat_map
