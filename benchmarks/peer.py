@@ -32,7 +32,7 @@ import torch
 from benchmarks.micro.tables import compared
 from benchmarks.peers.decode_times import BASE, WARMUP, prepare, timed
 from benchmarks.peers.llama_runner import LlamaCache, LlamaModel
-from benchmarks.peers.losses import PLANS, Losses, agreement, compared_losses, losses, windows_of
+from benchmarks.peers.losses import PLANS, Losses, agreement, compared_losses, loss_behind, losses, windows_of
 from kvtailor.bench.data.corpora import corpus
 from kvtailor.bench.measure.machine import describe, read_bandwidth
 from kvtailor.bench.measure.statistics import mean_difference
@@ -125,18 +125,15 @@ def of_types(out: Path, args: argparse.Namespace) -> None:
     cells, threads = args.context + args.continuation, torch.get_num_threads()
     nll: dict[str, list[float]] = {}
     size: dict[str, int] = {}
+    documents = [float(window.document) for window in windows if window.document is not None]
     for name in ("f16", *args.types.split(",")):
         keys, _, values = name.partition("/")
         cache = LlamaCache(model, keys, cells, threads=threads, values=values or None)
         size[name], nll[name] = cache.allocated_bytes, []
         for window in windows:
             cache.clear()
-            rows = torch.cat([cache.feed(window.context), cache.feed(window.targets[:-1], logits="all")]).log_softmax(
-                -1
-            )
-            nll[name].append(-float(rows.gather(1, window.targets[:, None]).mean()))
+            nll[name].append(loss_behind(cache, window, cache.feed(window.context)))
         cache.close()
-        documents = [float(window.document or 0) for window in windows]
         more = mean_difference(nll[name], nll["f16"], documents=documents)
         row = f"{size[name] / size['f16']:.3f} | {fmean(nll[name]):.4f} | {more.value:+.4f}"
         print(f"| {name} | {row} | {span(more.low, more.high)} |", flush=True)

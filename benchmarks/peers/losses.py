@@ -37,7 +37,17 @@ from kvtailor.bench.tasks.perplexity import Perplexity, Window, score_window
 from kvtailor.errors import KvtailorError
 from kvtailor.presets import FULL
 
-__all__ = ["OWN_BASE", "PLANS", "QUANTISED", "Losses", "agreement", "compared_losses", "losses", "windows_of"]
+__all__ = [
+    "OWN_BASE",
+    "PLANS",
+    "QUANTISED",
+    "Losses",
+    "agreement",
+    "compared_losses",
+    "loss_behind",
+    "losses",
+    "windows_of",
+]
 
 OWN_BASE = "llama.cpp f16"
 QUANTISED = ("q8_0", "q4_0")
@@ -108,6 +118,12 @@ def _of_targets(logits: Tensor, ids: Tensor) -> Tensor:
     return logits[:-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
+def loss_behind(cache: LlamaCache, window: Window, logits: Tensor) -> float:
+    """Return the mean nats of a window's targets, of which the context's last logits (1, V) give the first."""
+    rows = torch.cat([logits, cache.feed(window.targets[:-1], logits="all")]).log_softmax(-1)
+    return -float(rows.gather(1, window.targets[:, None]).mean())
+
+
 def losses(
     subject: Subject,
     windows: Sequence[Window],
@@ -151,8 +167,7 @@ def losses(
                 state = cache.converted(state, config.head_dim)
                 takes.load(state if continuation is None else cache.restored(state, config.head_dim, takes.kind))
             held = max(held, state.held_bytes)
-            rows = torch.cat([logits, takes.feed(window.targets[:-1], logits="all")]).log_softmax(-1)
-            nll.append(-float(rows.gather(1, window.targets[:, None]).mean()))
+            nll.append(loss_behind(takes, window, logits))
             advance(name)
         for each in (cache, prompt, continuation):
             if each is not None:
