@@ -1,4 +1,4 @@
-"""docs/architecture.md names what the tree holds: every folder, files that exist, the levels of the import law."""
+"""docs/architecture.md is one page that names every folder of code, files that exist, the levels of the import law."""
 
 from __future__ import annotations
 
@@ -25,24 +25,20 @@ def rows(text: str) -> Iterator[list[str]]:
     """The cells of each line of the tables in a text, heads and rules left out."""
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("|") and not set(cells[0]) <= {"-"} and cells[0] not in ("path", "level", "change", "word"):
+        rule = set("".join(cells)) <= {"-"}
+        if line.startswith("|") and not rule and cells[0] not in ("law", "level", "change", "word"):
             yield cells
 
 
 def folders(package: Path) -> set[str]:
-    """Every folder of a package, as the page names it."""
-    found = {path.relative_to(package).as_posix() for path in package.rglob("*") if path.is_dir()}
-    return {f"{name}/" for name in found if "__pycache__" not in name and any(_files(package / name))}
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """The files of a folder and of those in it, without what Python or a compiler left."""
-    return (p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts and p.suffix != ".so")
+    """Every folder of a package that has a Python file, as the page names it."""
+    found = {path.parent.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    return {f"{name}/" for name in found - {"."}}
 
 
 def named_in_tree(page: str) -> set[str]:
     """The paths of the section "The tree"."""
-    return {cells[0].strip("`") for cells in rows(section(page, "The tree"))}
+    return {name for cells in rows(section(page, "The tree")) for name in re.findall(r"`([^`]+)`", cells[1])}
 
 
 def named_paths(page: str) -> set[str]:
@@ -58,21 +54,32 @@ def missing(page: str) -> list[str]:
 
 
 def levels(page: str) -> dict[str, int]:
-    """The table of the import law, as `tests/style/levels.py` has it."""
-    table = rows(section(page, "Who may import whom"))
-    return {name: int(level) for level, names in table for name in re.findall(r"`([^`]+)`", names)}
+    """The levels of the tree, as `tests/style/levels.py` has them; a row without one goes on with the row above."""
+    table = [(cells[0], cells[1]) for cells in rows(section(page, "The tree")) if cells[0]]
+    named = {name: int(level) for level, names in table for name in re.findall(r"`([^`]+)`", names)}
+    return {name.removesuffix("/").removesuffix(".py"): at for name, at in named.items() if "/" not in name[:-1]}
 
 
 def test_every_folder_is_named_and_every_name_is_a_folder_or_a_file() -> None:
     named = named_in_tree(PAGE)
     assert {name for name in named if name.endswith("/")} == folders(PACKAGE)
-    modules = {path.name for path in PACKAGE.glob("*.py") if not path.stem.startswith("__")}
+    modules = {path.name for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
     assert {name for name in named if not name.endswith("/")} == modules
 
 
 def test_every_path_exists() -> None:
     assert len(named_paths(PAGE)) > 80
     assert missing(PAGE) == []
+
+
+def test_it_is_one_page() -> None:
+    assert len(PAGE.splitlines()) <= 110
+
+
+def test_every_law_names_a_test() -> None:
+    laws = list(rows(section(PAGE, "The laws")))
+    assert [law.split(".")[0] for law, _ in laws] == [str(number) for number in range(1, len(laws) + 1)]
+    assert all(named_paths(test) and all(path.startswith("tests/") for path in named_paths(test)) for _, test in laws)
 
 
 def test_the_levels_are_those_of_the_test() -> None:
@@ -101,6 +108,7 @@ def test_a_path_that_is_gone_is_seen(was: str, now: str, what: str) -> None:
 def test_a_folder_that_is_new_and_a_level_that_differs_are_seen(tmp_path: Path) -> None:
     (tmp_path / "score" / "new").mkdir(parents=True)
     (tmp_path / "score" / "empty").mkdir()
+    (tmp_path / "score" / "data.toml").write_text("")
     (tmp_path / "score" / "new" / "file.py").write_text("")
     assert folders(tmp_path) - named_in_tree(PAGE) == {"score/new/"}
-    assert levels(PAGE.replace("| 4 | `hf` |", "| 5 | `hf` |")) != LEVELS
+    assert levels(PAGE.replace("| 4 | `hf/`", "| 5 | `hf/`")) != LEVELS
