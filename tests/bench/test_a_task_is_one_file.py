@@ -21,9 +21,9 @@ from kvtailor.bench.data.texts import generated_text
 from kvtailor.bench.kinds import KINDS, found_kinds, measure_faults, setting_faults
 from kvtailor.bench.measure import machine
 from kvtailor.bench.report import summarise
-from kvtailor.bench.report.pages.files import texts
-from kvtailor.bench.report.pages.terminal import show
+from kvtailor.bench.report.files import texts
 from kvtailor.bench.report.tables.tables import main_grid
+from kvtailor.bench.report.terminal import show
 from kvtailor.bench.runner import plan_run, run
 from kvtailor.bench.schema import Record, RecordError, read_records
 from kvtailor.bench.suite.suite import SuiteError, read_suite

@@ -21,8 +21,9 @@ from kvtailor.bench.schema import read_records
 from kvtailor.cli.fit import command
 from kvtailor.fitting import effort as efforts
 from kvtailor.fitting import stages
+from kvtailor.fitting.answer import short_plan
 from kvtailor.fitting.effort import Effort
-from kvtailor.fitting.result import Fit, short_plan
+from kvtailor.fitting.result import Fit
 from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 

@@ -5,15 +5,15 @@ import re
 import tomllib
 from dataclasses import replace
 from fnmatch import fnmatch
-from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
+import markupsafe
 import pytest
 from tests.support.browser import BROWSER, PROBE, ask_frames
 from tests.support.fitting.made_fits import FULL_BYTES, made_fit
 
-import kvtailor.fitting.page
+import kvtailor.bench.report.page
 from kvtailor.fitting.page import page
 from kvtailor.fitting.question import Question
 from kvtailor.fitting.result import Fit
@@ -52,7 +52,7 @@ class Read(HTMLParser):
             self.wrong.append(f"</{tag}> closes another")
 
     def handle_data(self, text):
-        if self.open and self.open[-1] == "script" and self.scripts[-1].get("id") == "fit-data":
+        if self.open and self.open[-1] == "script" and self.scripts[-1].get("id") == "page-data":
             self.data += text
         elif self.open and self.open[-1] not in ("script", "style"):
             self.text.append(text)
@@ -88,22 +88,26 @@ def test_nothing_is_loaded_from_elsewhere():
     text = page(made_fit())
     assert "http:" not in text and "https:" not in text and "@import" not in text and "url(" not in text
     found = read(text)
-    assert found.sources == [] and len(found.scripts) == 2
-    assert "default-src &#x27;none&#x27;" in text
+    assert all(each.startswith("#") and each[1:] in found.ids for each in found.sources) and len(found.scripts) == 2
+    assert "default-src 'none'" in text
 
 
 @pytest.mark.parametrize("points", SIZES)
 def test_its_numbers_are_the_fit_s(points):
     made = made_fit(points)
     data = json.loads(read(page(made)).data)
-    assert (data["full"], data["limit"], data["plan"]) == (made.full, made.question.memory, made.plan)
-    by_plan = {each["plan"]: each for each in data["points"]}
-    assert len(by_plan) == len(made.front)
+    plans, (asked,) = {each["plan"]: each for each in data["plans"]}, data["asked"]
+    assert (asked["full"], asked["limit"]) == (made.full, made.question.memory)
+    assert asked["plan"] == plans[made.plan]["number"] and data["memory"] == [FULL_BYTES // 8, "384 KiB"]
+    by_number = {each[0]: each for each in asked["points"]}
+    assert len(by_number) == len(made.front)
     for each in made.front:
-        point = by_plan[each.plan]
-        assert (point["bytes"], point["best"], point["label"]) == (each.bytes, each.best, each.label)
-        assert (point["loss"], point["low"], point["high"]) == (each.loss.value, each.loss.low, each.loss.high)
-        assert (point["origin"], point["pieces"]) == (each.origin, each.loss.count)
+        plan = plans[each.plan]
+        number, size, _, share, *loss = by_number[plan["number"]]
+        assert (size, share, number in asked["front"]) == (each.bytes, each.bytes / made.full, each.best)
+        assert loss == [each.loss.value, each.loss.low, each.loss.high] and plan["label"] == each.label
+        assert f"Measured on {each.loss.count} pieces of the search." in plan["told"]
+        assert plan["group"] == {"layers": "fitted by layers", "words": "fitted in words"}.get(each.origin, each.origin)
 
 
 def test_the_tables_have_the_unrounded_numbers_to_sort_by():
@@ -127,7 +131,7 @@ def test_save_writes_it_and_a_loaded_fit_has_the_same_page(tmp_path):
 
 def test_answers_and_the_time_of_a_token_are_in_the_proof_s_table():
     made = made_fit()
-    rows = {row.get("data-plan"): cells for row, cells in read(page(made)).rows["table-proof"]}
+    rows = {cells[1]: cells for _, cells in read(page(made)).rows["table-proof"]}
     assert rows[made.plan][-2:] == ["8.2", "7.9 to 8.8"]
     # 20 of 20 needles at 0.05 nats; 15 of 20 keys and values at 0.05, the others at 1.85.
     assert [rows[made.plan][-8:-2]] == [["20 of 20", "0.05 nats", "15 of 20", "0.5 nats", "3 of 20", "1.58 nats"]]
@@ -136,30 +140,12 @@ def test_answers_and_the_time_of_a_token_are_in_the_proof_s_table():
 
 
 def test_what_the_page_is_made_of_is_in_the_wheel():
-    package = Path(kvtailor.fitting.page.__file__).parents[2]
+    folder = Path(kvtailor.bench.report.page.__file__).parent
     listed = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     globs = listed["tool"]["setuptools"]["package-data"]["kvtailor"]
-    # What is this page's alone, and what it shares with the page of a run.
-    for folder, wanted in (
-        ("fitting/page", {"page.js", "page.css"}),
-        (
-            "bench/report/pages/browser",
-            {
-                "base.css",
-                "pareto.css",
-                "report.css",
-                "sorting.js",
-                "chart.js",
-                "choice.js",
-                "report.js",
-                "leaderboard.js",
-                "leaderboard.css",
-            },
-        ),
-    ):
-        parts = [path for path in (package / folder).iterdir() if path.is_file() and path.suffix != ".py"]
-        assert {path.name for path in parts} == wanted
-        assert all(any(fnmatch(f"{folder}/{path.name}", glob) for glob in globs) for path in parts)
+    parts = {path.name for path in folder.iterdir() if path.is_file() and path.suffix != ".py"}
+    assert parts == {"page.html.jinja", "page.css", "page.js", "chart.js"}
+    assert all(any(fnmatch(f"bench/report/page/{name}", glob) for glob in globs) for name in parts)
 
 
 def test_text_of_users_is_escaped():
@@ -182,8 +168,8 @@ def test_text_of_users_is_escaped():
     found = read(text)
     assert found.wrong == [] and found.open == []
     assert len(found.scripts) == 2 and "<script>alert" not in text and text.count("</title>") == 1
-    assert json.loads(found.data)["points"][0]["label"] == evil
-    assert escape(evil) in text
+    assert evil in [each["label"] for each in json.loads(found.data)["plans"]]
+    assert str(markupsafe.escape(evil)) in text
 
 
 def test_what_was_not_measured_is_a_dash():
@@ -206,7 +192,7 @@ def test_what_was_not_measured_is_a_dash():
     assert found.wrong == []
     assert "<dt>right answers</dt><dd>–</dd>" in text and "<dt>a decoded token</dt><dd>–</dd>" in text
     assert "<dt>seconds in all</dt><dd>–</dd>" in text and "Stage 1 did not run" in text
-    broken = next(cells for row, cells in found.rows["table-proof"] if row.get("data-plan") == "quest @ tokens=200")
+    broken = next(cells for _, cells in found.rows["table-proof"] if "quest: quest @ tokens=200" in cells)
     assert "not measured: out of memory" in broken and "0" not in broken and broken.count("–") >= 2
     text = page(replace(bare, front=()))
     assert read(text).wrong == [] and "measured no plan at several memories" in text
@@ -214,13 +200,13 @@ def test_what_was_not_measured_is_a_dash():
 
 def test_a_plan_without_bytes_has_a_dash_and_no_share():
     found = read(page(made_fit()))
-    broken = next(cells for row, cells in found.rows["table-proof"] if row.get("data-plan") == "quest @ tokens=200")
+    broken = next(cells for _, cells in found.rows["table-proof"] if "quest: quest @ tokens=200" in cells)
     assert "0 B" not in broken and "0 %" not in broken
     made = made_fit()
     lost = replace(made.front[0].loss, value=float("inf"), low=None, high=None)
     front = (replace(made.front[0], bytes=0), replace(made.front[1], loss=lost), *made.front[2:])
     found = read(page(replace(made, front=front)))
-    assert len(json.loads(found.data)["points"]) == 6 and len(found.rows["table-front"]) == 9
+    assert len(json.loads(found.data)["asked"][0]["points"]) == 6 and len(found.rows["table-front"]) == 9
     assert "2 plans of the table have no bytes or no finite loss" in "".join(found.text)
 
 
@@ -264,14 +250,15 @@ QUESTIONS = """
 <pre id="answers"></pre><script>
 {
 const $ = name => document.getElementById(name);
+const plans = new Map(JSON.parse($('page-data').textContent).plans.map(plan => [plan.number, plan.plan]));
+const named = all => [...all].map(each => plans.get(each.dataset.n));
 const state = () => ({
-  plan: $('pick').dataset.plan ?? null, words: $('pick').textContent,
-  rows: [...document.querySelectorAll('#table-front tr.picked')].map(row => row.dataset.plan),
-  ring: [...document.querySelectorAll('#chart .ring:not(.plan)')].map(ring => ring.parentElement.dataset.plan),
-  shown: [...document.querySelectorAll('#table-front tbody tr')].filter(row => !row.hidden)
-    .map(row => row.dataset.plan),
-  drawn: [...document.querySelectorAll('#chart .point')].map(point => point.dataset.plan),
-  best: [...document.querySelectorAll('#chart .point.best')].map(point => point.dataset.plan),
+  plan: plans.get($('pick').dataset.plan) ?? null, words: $('pick').textContent,
+  rows: named(document.querySelectorAll('#table-front tr.picked')),
+  ring: named([...document.querySelectorAll('#chart .ring:not(.plan)')].map(ring => ring.parentElement)),
+  shown: named([...document.querySelectorAll('#table-front tbody tr')].filter(row => row.getClientRects().length)),
+  drawn: named(document.querySelectorAll('#chart .point')),
+  best: named(document.querySelectorAll('#chart .point.best')),
 });
 const found = {first: state()};
 const type = (name, value) => { $(name).value = value; $(name).dispatchEvent(new Event('input')); };
@@ -290,9 +277,9 @@ type('find', 'pyramid'); found.words = state();
 $('every').click(); found.again = state();
 $('front-only').click(); found.front = state();
 const point = document.querySelector('#chart .point[tabindex="0"]'); point.focus();
-found.tip = [$('tip').hidden, $('tip').textContent, point.dataset.plan];
+found.tip = [$('tip').hidden, $('tip').textContent, plans.get(point.dataset.n)];
 point.dispatchEvent(new KeyboardEvent('keydown', {key: 'Home', bubbles: true}));
-found.home = document.activeElement.dataset.plan;
+found.home = plans.get(document.activeElement.dataset.n);
 found.over = [document.documentElement.scrollWidth, innerWidth];
 found.complaints = complaints;
 $('answers').textContent = JSON.stringify(found);

@@ -32,7 +32,7 @@ def held_columns(cache: Any) -> dict[int, Tensor]:
 
 def pages(folder: Path) -> dict[str, str]:
     """Return every page of a folder of records by file name; see `kvtailor report`."""
-    from kvtailor.bench.report.pages.files import texts
+    from kvtailor.bench.report.files import texts
     from kvtailor.bench.schema import latest, read_records
     from kvtailor.bench.suite.suite import read_suite
 
@@ -47,7 +47,7 @@ def printed(folder: Path, width: int) -> str:
     from rich.console import Console
 
     from kvtailor.bench.report import summarise
-    from kvtailor.bench.report.pages.terminal import show
+    from kvtailor.bench.report.terminal import show
     from kvtailor.bench.schema import latest, read_records
 
     console = Console(file=StringIO(), width=width)

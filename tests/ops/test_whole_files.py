@@ -30,7 +30,7 @@ from kvtailor.ops.files import (
 SOURCE = Path(kvtailor.__file__).parent
 # Of this package, or of the system.
 OWN = ("plan/registry.py", "cli/__init__.py", "calibration/contract.py", "bench/kinds.py", "cli/machine_share.py")
-OWN = (*OWN, "ops/huge_pages.py", "bench/measure", "fitting/page", "bench/report/pages/style.py")
+OWN = (*OWN, "ops/huge_pages.py", "bench/measure", "bench/report/page/")
 
 
 def test_nothing_else_reads_or_writes_files() -> None:

@@ -243,7 +243,7 @@ def _one_run(
     from kvtailor.bench.build import make_task
     from kvtailor.bench.progress import watch, works_of
     from kvtailor.bench.report import summarise
-    from kvtailor.bench.report.pages.terminal import show
+    from kvtailor.bench.report.terminal import show
     from kvtailor.bench.runner import contestants_of, plan_run, run
 
     plans = options["plans"] or DEFAULT_PLANS
@@ -398,7 +398,7 @@ def _pages(out: Path | None, margins: Margins, without: Sequence[str]) -> None:
 
 
 def _picture(summary: Summary, out: Path | None) -> None:
-    from kvtailor.bench.report.charts.plot import plot
+    from kvtailor.bench.report.plot import plot
     from kvtailor.errors import KvtailorError
 
     if out is None:

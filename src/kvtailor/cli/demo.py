@@ -83,7 +83,7 @@ def command(model: str, state: int, out: Path | None, as_json: bool) -> None:
     from rich.console import Console
 
     from kvtailor.bench.report import summarise
-    from kvtailor.bench.report.pages.terminal import show
+    from kvtailor.bench.report.terminal import show
     from kvtailor.bench.runner import contestants_of
     from kvtailor.bench.subject import Subject
     from kvtailor.cli.report import write
@@ -122,7 +122,7 @@ def _dtype(model: str) -> str | None:
 
 def _begin(subject: Subject, contestants: list[Contestant], begin: float, console: Console) -> str:
     """Say what a KV cache is, what is about to be shown, and how long that takes on this machine; return the time."""
-    from kvtailor.bench.report.pages.terminal import byte_text
+    from kvtailor.bench.report.terminal import byte_text
     from kvtailor.hf.sizes.of_model import cache_size
 
     most = _longest(subject)
@@ -192,7 +192,7 @@ def _minutes(seconds: float) -> str:
 def _answers(subject: Subject, contestants: list[Contestant], state: int, console: Console) -> list[dict[str, Any]]:
     from rich.text import Text
 
-    from kvtailor.bench.report.pages.terminal import byte_text
+    from kvtailor.bench.report.terminal import byte_text
 
     weights = subject.weights()
     size = f", {weights[0] / 1e6:.1f} million parameters" if weights else ""

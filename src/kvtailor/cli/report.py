@@ -58,7 +58,7 @@ def write(
         KvtailorError: `to` cannot be written.
     """
     from kvtailor.bench import checks
-    from kvtailor.bench.report.pages.files import texts
+    from kvtailor.bench.report.files import texts
     from kvtailor.bench.schema import (
         RecordError,
         damaged_ends,

@@ -374,7 +374,7 @@ def _check_beyond(subject: Subject) -> None:
 
 
 def _say(found: Generated, console: Any) -> None:
-    from kvtailor.bench.report.pages.terminal import byte_text
+    from kvtailor.bench.report.terminal import byte_text
 
     lines = []
     if found.bytes_held is not None and found.bytes_full:

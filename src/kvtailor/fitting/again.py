@@ -8,9 +8,10 @@ from typing import Any
 
 from kvtailor.bench.report.words import byte_text
 from kvtailor.errors import KvtailorError
+from kvtailor.fitting.answer import FrontPoint
 from kvtailor.fitting.layers import solved_plan
 from kvtailor.fitting.question import Question
-from kvtailor.fitting.result import Fit, FrontPoint
+from kvtailor.fitting.result import Fit
 from kvtailor.fitting.sizing import Sizer
 from kvtailor.ops.files import seal_toml, write_whole
 from kvtailor.plan import Plan

@@ -27,6 +27,7 @@ from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks.contract import Task
 from kvtailor.cluster.contract import Executor
 from kvtailor.errors import KvtailorError
+from kvtailor.fitting.answer import FrontPoint, marked, short_plan
 from kvtailor.fitting.effort import Effort
 from kvtailor.fitting.layers import (
     Additivity,
@@ -42,7 +43,7 @@ from kvtailor.fitting.measuring import CalibratedHere, Measured, Measurer, quiet
 from kvtailor.fitting.pieces import TEXT
 from kvtailor.fitting.proof import judged, proof_tasks, speed_task
 from kvtailor.fitting.question import Question
-from kvtailor.fitting.result import Fit, FrontPoint, marked, short_plan
+from kvtailor.fitting.result import Fit
 from kvtailor.fitting.search import Candidate, Searched, search, slow_points, with_slow_points
 from kvtailor.fitting.sizing import Sizer
 from kvtailor.fitting.space import Space

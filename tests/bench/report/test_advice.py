@@ -5,7 +5,7 @@ from tests.bench.report.test_headline import FULL, around, plan
 from tests.bench.report.test_report import needles
 
 from kvtailor.bench.report import summarise
-from kvtailor.bench.report.pages.files import markdown_page
+from kvtailor.bench.report.files import markdown_page
 
 
 def advice(*records):
@@ -106,4 +106,4 @@ def test_without_anything_to_judge_nothing_is_advised():
 
 def test_pages_begin_with_it():
     records = [FULL, plan("kivi4", around(0.002, 0.01))]
-    assert markdown_page(records, summarise(records)).startswith("**Use kivi4: 25 % of the bytes")
+    assert markdown_page(summarise(records)).startswith("**Use kivi4: 25 % of the bytes")

@@ -2,9 +2,8 @@
 
 import pytest
 from tests.support.bench.made_records import whole_run
+from tests.support.bench.pages import page
 from tests.support.browser import BROWSER, PROBE, ask_frames
-
-from kvtailor.bench.report.pages.page import page
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: the pages were not looked at")
 QUESTIONS = """
@@ -20,7 +19,7 @@ found.pictures = [...document.querySelectorAll('svg')].map(svg => {
       box.top > size.top - 1 && box.bottom < size.bottom + 1;
     if (!inside) out.push(text.textContent);
   }
-  const values = [...svg.querySelectorAll('.value, .mark text')].map(text => text.getBoundingClientRect());
+  const values = [...svg.querySelectorAll('.name')].map(text => text.getBoundingClientRect());
   const names = [...svg.querySelectorAll('.axis')].map(text => text.getBoundingClientRect());
   const ticks = [...svg.querySelectorAll('.tick')].map(text => text.getBoundingClientRect());
   const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;

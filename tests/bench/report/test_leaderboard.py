@@ -10,8 +10,9 @@ from statistics import fmean, stdev
 
 import pytest
 from tests.support.bench.equal_bytes import SUITE, records_of, suite_in
+from tests.support.bench.pages import data_of
 
-from kvtailor.bench.report.pages.leaderboard import board_grid, leaderboard_page
+from kvtailor.bench.report.leaderboard import board_grid, leaderboard_page
 from kvtailor.bench.report.suite.ranking import FEWER, LEADS, LEVEL, WORSE, rank
 from kvtailor.bench.report.tables.grid import as_csv
 from kvtailor.bench.suite.suite import read_suite
@@ -84,14 +85,33 @@ def test_a_suite_without_a_leaderboard_has_none(tmp_path):
 
 
 def test_the_page_stands_alone_and_reads_without_scripts(suite):
-    page = leaderboard_page(rank(suite, records_of(suite)), "made <i>up</i>")
+    page = leaderboard_page(rank(suite, records_of(suite)), "made <i>up</i>", records_of(suite))
     assert not any(word in page for word in ("http://", "https://", "src=", "@import", "url("))
     assert "At equal bytes &lt;b&gt;: made-up" in page and "made &lt;i&gt;up" in page
-    assert page.count('<table class="sortable') == 2 and page.index("25 % of the bytes") < page.index("<script>")
+    assert page.count('<table class="sortable of-plans') == 2
+    assert page.index("25 % of the bytes") < page.index("<script>")
     assert "6.0 million parameters" in page and "at most 2 % above it" in page
     assert "It says nothing here" in page and "says nothing here" in page
     assert "it holds 90.0 % of the bytes" in page and "It broke." in page and "it was not measured" in page
     assert "; worse</small>" in page and "; behind with fewer bytes</small>" in page and "; level</small>" in page
+
+
+def test_the_chart_has_what_each_plan_held_and_lost_in_each_column_that_says_something(suite):
+    records = records_of(suite)
+    ranking, by_key = rank(suite, records), {record.key: record for record in records}
+    data = data_of(leaderboard_page(ranking, "", records))
+    plans = {each["number"]: each for each in data["plans"]}
+    assert [each["label"] for each in data["plans"]][:2] == ["full", "over"] and plans["1"]["whole"]
+    assert [each["name"] for each in data["asked"]] == ["text", "easy"]
+    places = {place.plan: place for place in ranking.places}
+    for column, sign in zip(data["asked"], (1, -100), strict=True):
+        found = {plans[number]["plan"]: rest for number, *rest in column["points"]}
+        assert set(found) == {plan for plan, place in places.items() if column["name"] in place.scores}
+        for plan, (size, _, share, loss, low, high) in found.items():
+            score = places[plan].scores[column["name"]]
+            held = {(by_key[key].bytes_held, by_key[key].bytes_full) for key in score.keys}
+            assert any((size, share) == (ours, ours / full) for ours, full in held)
+            assert loss == sign * score.difference.value and (low is None or low <= loss <= high)
 
 
 def test_the_csv_has_every_plan_with_its_interval_and_its_records(suite):

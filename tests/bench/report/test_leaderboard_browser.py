@@ -1,11 +1,12 @@
-"""The leaderboard in a real browser: nothing runs over, a budget, a task and words choose what is shown, heads sort."""
+"""The leaderboard in a real browser: nothing runs over, a memory and words choose what is shown, heads sort."""
 
 import pytest
 from tests.bench.report.test_browser import asked
 from tests.support.bench.equal_bytes import records_of, suite_in
+from tests.support.bench.pages import data_of
 from tests.support.browser import BROWSER
 
-from kvtailor.bench.report.pages.leaderboard import leaderboard_page
+from kvtailor.bench.report.leaderboard import leaderboard_page
 from kvtailor.bench.report.suite.ranking import rank
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: the page was not looked at")
@@ -19,23 +20,22 @@ const found = {width: innerWidth, body: document.documentElement.scrollWidth, co
 found.over = [...document.querySelectorAll('h1, h2, p, section, form, label, .wide')]
   .filter(each => each.getBoundingClientRect().right > innerWidth + 1).map(each => each.outerHTML.slice(0, 80));
 const table = document.querySelector('#at-0-25 table'), rows = () => [...table.tBodies[0].rows];
-const names = () => rows().filter(seen).map(row => row.cells[0].querySelector('code').textContent);
-const heads = () => [...table.tHead.rows[0].cells].filter(seen).map(head => head.textContent);
+const names = () => rows().filter(seen).map(row => row.cells[1].querySelector('code').textContent);
 const set = (name, value) => {
   byId(name).value = value;
   byId(name).dispatchEvent(new Event('input', {bubbles: true}));
 };
-found.left = byId('left').textContent;
-[...table.tHead.rows[0].cells][3].querySelector('button').click();
+found.count = byId('count').textContent;
+[...table.tHead.rows[0].cells][4].querySelector('button').click();
 found.sorted = names();
-set('budget', '0.25');
-found.sections = [...document.querySelectorAll('section[data-budget]')].filter(seen).map(each => each.id);
-found.leaders = [...document.querySelectorAll('.leaders tbody tr')].filter(seen).length;
-set('task', '1');
-found.heads = heads();
-set('words', 'NEA');
+found.questions = [...byId('question').options].map(option => option.textContent);
+set('memory', '26%');
+found.picked = [...document.querySelectorAll('tr.picked')].map(row => row.dataset.n);
+found.words = byId('pick').textContent;
+set('memory', '');
+set('find', 'NEA');
 found.named = names();
-found.after = byId('left').textContent;
+found.after = byId('count').textContent;
 parent.postMessage(JSON.stringify(found), '*');
 }
 </script>
@@ -44,13 +44,17 @@ parent.postMessage(JSON.stringify(found), '*');
 
 def test_a_reader_chooses_what_is_shown(tmp_path):
     suite = suite_in(tmp_path)
-    page = leaderboard_page(rank(suite, records_of(suite)), "Made up.")
+    page = leaderboard_page(rank(suite, records_of(suite)), "Made up.", records_of(suite))
+    (first, *_) = data_of(page)["asked"]
+    fitting = [point for point in first["points"] if point[1] <= 0.26 * first["full"]]
+    best = min(fitting, key=lambda point: (point[4], point[1]))[0]
+    assert len(fitting) > 3
     answers = asked(tmp_path, {1280: page, 420: page}, questions=QUESTIONS)
     assert set(answers) == {1280, 420}
     for width, found in answers.items():
         assert found["complaints"] == [] and found["over"] == [] and found["body"] <= width
-        assert found["left"] == "6 plans" and found["after"] == "1 of 5 plans"
+        assert found["count"] == "10 of 10 plans shown" and found["after"] == "2 of 10 plans shown"
         assert found["sorted"][:4] == ["full", "half done", "best", "near"] and len(found["sorted"]) == 6
-        assert found["sections"] == ["at-0-25"] and found["leaders"] == 1
-        assert found["heads"] == ["plan", "family", "bytes, %", "easy", "TPOT"]
+        assert found["questions"] == ["text", "easy"]
+        assert found["picked"] == [best] and "it loses" in found["words"] and "cache_for(model" in found["words"]
         assert found["named"] == ["full", "near"]

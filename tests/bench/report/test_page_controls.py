@@ -1,14 +1,10 @@
 """The controls of a run's page in a real browser: memory, filter, one plan lit everywhere, keys, names of fields."""
 
-import json
-import re
-
 import pytest
 from tests.bench.report.test_browser import asked
 from tests.support.bench.made_records import PLANS, whole_run
+from tests.support.bench.pages import data_of, page
 from tests.support.browser import BROWSER
-
-from kvtailor.bench.report.pages.page import page
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: the scripts were not run")
 WIDTHS = (390, 820, 1280, 1920)
@@ -95,8 +91,8 @@ parent.postMessage(JSON.stringify(found), '*');
 
 def drawn_of(text):
     """The points of the first question, as the page's data has them: number, bytes and loss."""
-    data = json.loads(re.search(r'id="report-data">(.*?)</script>', text)[1])
-    return [(number, size, loss) for number, size, _, _, loss, _, _ in data["asked"][0]["points"]]
+    points = data_of(text)["asked"][0]["points"]
+    return [(number, size, loss) for number, size, _, _, loss, _, _ in points]
 
 
 def best_that_fits(points, memory, wanted=lambda number: True):

@@ -1,20 +1,15 @@
 """The parts of a run's page: its top, its contents, the large chart's numbers, what bytes mean, and its size."""
 
-import json
 import re
 from dataclasses import replace
 
 import pytest
 from tests.bench.report.test_pages import RECORDS, Page
 from tests.support.bench.made_records import record, whole_run
+from tests.support.bench.pages import charts_of, data_of, page
 
 from kvtailor.bench.report import summarise
-from kvtailor.bench.report.charts.charts import MOST_DRAWN
-from kvtailor.bench.report.pages.page import page
-
-
-def data_of(text):
-    return json.loads(re.search(r'id="report-data">(.*?)</script>', text)[1])
+from kvtailor.bench.report.charts import MOST_DRAWN
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +30,10 @@ def test_60_plans_take_less_than_a_megabyte_and_all_have_their_rows(sixty):
 
 def test_of_many_plans_the_small_charts_draw_full_the_front_and_the_mildest(sixty):
     _, text = sixty
-    bars = text[text.index('<section id="quality-charts">') :].split("</section>")[0]
-    for chart in bars.split("<figure>")[1:]:
-        drawn = re.findall(r'<g class="bar [^"]*" data-n="(\d+)"', chart)
+    bars = [chart for chart in data_of(text)["charts"] if chart["kind"] == "bars"]
+    assert len(bars) == 10
+    for chart in bars:
+        drawn = [mark[0] for mark in chart["marks"]]
         # 'full', and the four plans that no other beats.
         assert len(drawn) == MOST_DRAWN and {"1", "2", "3", "4", "5"} <= set(drawn)
     assert text.count(f"Drawn are {MOST_DRAWN} of 60 plans") == 7
@@ -47,18 +43,16 @@ def test_of_many_plans_the_small_charts_draw_full_the_front_and_the_mildest(sixt
 def test_a_front_has_no_plan_that_one_which_is_not_drawn_beats(sixty):
     records, text = sixty
     # By recall the front is another one than by loss: all of it is drawn, whoever else is.
-    chart = text[text.index("Recall of answers with several parts") :].split("</svg>")[0]
-    front = re.search(r'<polyline class="front" points="([^"]*)"', chart)[1].split()
+    chart = charts_of(text)["Recall of answers with several parts against memory"]
     rows = [row for row in summarise(records).rows if row.recall is not None and row.bytes_held]
+    numbers = {row.plan_hash: str(number) for number, row in enumerate(rows, 1)}
     best, least = [], -1.0
     for row in sorted(rows, key=lambda row: (row.bytes_held, -row.recall.value)):
         if row.recall.value > least:
-            best.append(row)
+            best.append(numbers[row.plan_hash])
             least = row.recall.value
-    assert len(front) == len(best) > 2
-    for point in front:
-        x, y = point.split(",")
-        assert f'<circle cx="{x}" cy="{y}"' in chart
+    assert chart["front"] == best and len(best) > 2
+    assert set(best) <= {mark[0] for mark in chart["marks"]} and len(chart["marks"]) < 60
 
 
 def test_the_page_begins_with_what_was_run_and_the_verdict():
@@ -83,7 +77,8 @@ def test_the_large_chart_has_the_losses_of_the_tables():
     records = whole_run()
     summary, found = summarise(records), data_of(page(records))
     numbers = {row.plan_hash: str(i) for i, row in enumerate(summary.rows[:4], 1)}
-    assert [each[:2] for each in found["plans"]] == [[numbers[row.plan_hash], row.label] for row in summary.rows[:4]]
+    named = [(each["number"], each["label"]) for each in found["plans"]]
+    assert named == [(numbers[row.plan_hash], row.label) for row in summary.rows[:4]]
     asked = {each["name"]: each for each in found["asked"]}
     # The three sets of questions were not weighed, so they have no share of bytes; KL is no measure of its own.
     weighed = [measure for measure in summary.measures if measure.task in ("perplexity", "needle")]
@@ -106,15 +101,6 @@ def test_the_large_chart_has_the_losses_of_the_tables():
     assert {each["full"] for each in asked.values()} == {3072 * 256, 3072 * 512}
 
 
-def test_without_scripts_the_large_chart_is_a_picture_with_every_plan():
-    text = page(whole_run())
-    chart = text[text.index('<svg id="chart"') :].split("</svg>")[0]
-    for row in summarise(whole_run()).rows[:4]:
-        assert f"<title>{row.label}\n" in chart
-    assert "0.0925 (0.0773 to 0.107) nats per token" in chart and 'class="front"' in chart
-    assert "<noscript>" in text and "bytes held, % of the uncompressed 768 KiB" in chart
-
-
 def test_a_run_without_a_loss_has_a_filter_and_no_chart():
     records = [each for each in whole_run() if each.task == "speed"]
     text = page(records)
@@ -123,9 +109,11 @@ def test_a_run_without_a_loss_has_a_filter_and_no_chart():
     assert 'id="find"' not in alone
 
 
-def test_plans_that_the_chart_lacks_are_named():
+def test_a_plan_without_bytes_is_no_point_of_the_chart():
     records = [replace(each, bytes_held=None) if each.label == "kivi(bits=4)" else each for each in whole_run()]
-    assert "Without bytes or a loss there, so not drawn: kivi(bits=4)." in page(records)
+    data = data_of(page(records))
+    assert [each["number"] for each in data["plans"] if each["label"] == "kivi(bits=4)"] == ["4"]
+    assert all({point[0] for point in each["points"]} == {"2", "3"} for each in data["asked"])
 
 
 def test_bytes_have_one_meaning_and_the_other_sizes_are_explained_where_they_stand():
@@ -149,7 +137,7 @@ def test_a_name_of_a_plan_never_becomes_html_or_ends_the_data():
     records = [replace(each, label=evil, plan=evil) if "odd" in each.label else each for each in RECORDS]
     text = page(records)
     assert "<script>alert" not in text and text.count("</script>") == text.count("<script") == 2
-    assert evil in [each[1] for each in data_of(text)["plans"]]
+    assert evil in [each["label"] for each in data_of(text)["plans"]]
     assert Page(text).open == []
 
 
@@ -162,9 +150,9 @@ def test_a_row_of_one_record_has_one_link():
 
 
 def test_a_size_is_sorted_by_what_it_is():
-    # What the browser sorts by is the text where that is a number with a unit that it knows.
     little = {"memory_bytes": 300.0, "largest_batch": 3.0, "bytes_per_token": 2.0}
     point = {"memory_bytes": 5, "context": 9, "tokens": 1}
     table = page([*whole_run(), record("full", "capacity", point=point, metrics=little)])
     table = table[table.index('id="table-capacity"') :].split("</table>")[0]
-    assert "<td>1 GiB</td>" in table and "<td>300 B</td>" in table
+    values = [float(value) for value in re.findall(r'<td data-value="([^"]*)">[^<]*iB<', table)]
+    assert 2.0**30 in values and '<td data-value="300.0">300 B</td>' in table

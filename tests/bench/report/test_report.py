@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.support.bench.pages import page
 
 import kvtailor.bench.report as report
 from kvtailor.bench.checks import Fraud, check_records
 from kvtailor.bench.report import summarise
-from kvtailor.bench.report.charts.plot import plot
-from kvtailor.bench.report.pages.page import page
-from kvtailor.bench.report.pages.terminal import byte_text, show
+from kvtailor.bench.report.plot import plot
+from kvtailor.bench.report.terminal import byte_text, show
 from kvtailor.bench.schema import Record
 from kvtailor.errors import KvtailorError
 

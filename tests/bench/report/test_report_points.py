@@ -11,10 +11,10 @@ from tests.bench.report.test_report import BASE, FULL, SAME, WORSE, needles, rec
 from tests.support.bench.made_records import whole_run
 
 from kvtailor.bench.report import summarise
-from kvtailor.bench.report.pages.terminal import show
 from kvtailor.bench.report.points import base, named, series_of
 from kvtailor.bench.report.tables.quality import documents_over
 from kvtailor.bench.report.tables.tables import quality_grid
+from kvtailor.bench.report.terminal import show
 
 
 def on(text, each):

@@ -10,7 +10,7 @@ from tests.support.bench.made_records import record
 from tests.support.bench.suite_case import CONTEXT, KEEP, PLAN, WINDOWS, dummy, go, nats, small_suite, write_text
 
 from kvtailor.bench.report import summarise
-from kvtailor.bench.report.pages.files import markdown_page
+from kvtailor.bench.report.files import markdown_page
 from kvtailor.bench.report.suite.numbers import measured
 from kvtailor.bench.report.suite.pages import suite_pages
 from kvtailor.bench.report.suite.tables import provenance, suite_tables
@@ -57,7 +57,7 @@ def test_the_tables_hold_what_was_measured_and_say_what_was_not(small, text, tmp
     assert guess.rows[0].missing == ("the task telepathy",) and guess.rows[0].cells[0].text == "–"
     assert again.rows[0].cells[0].value == pytest.approx(math.exp(means[0]))
     pages = suite_pages(small, records)
-    told = markdown_page(records, summarise(records), [pages])
+    told = markdown_page(summarise(records), [pages])
     assert "not in this kvtailor yet" in told and "tomorrow" in told and "Not run: Telepathy." in told
     assert "| Method · Text |" in told and "| 1.00 |" in told
     assert provenance(small, records) in told and "dummy" in provenance(small, records)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvtailor.bench.measure.statistics import Estimate
+from kvtailor.fitting.answer import FrontPoint, marked
 from kvtailor.fitting.layers import Additivity, LayerMap
 from kvtailor.fitting.question import Question
-from kvtailor.fitting.result import Fit, FrontPoint, marked
+from kvtailor.fitting.result import Fit
 from kvtailor.fitting.verdict import Family, Judged, verdict
 
 __all__ = ["FULL_BYTES", "made_fit"]

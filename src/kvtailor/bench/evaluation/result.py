@@ -134,7 +134,7 @@ class Evaluation:
         Raises:
             KvtailorError: the folder cannot be written.
         """
-        from kvtailor.bench.report.pages.files import texts
+        from kvtailor.bench.report.files import texts
 
         where = Path(folder)
         try:
@@ -176,7 +176,7 @@ class Evaluation:
         """The sentence, the tables and the footnotes, at most 80 columns wide."""
         from rich.console import Console
 
-        from kvtailor.bench.report.pages.terminal import show
+        from kvtailor.bench.report.terminal import show
 
         file = io.StringIO()
         show(self.summary, Console(file=file, width=_COLUMNS, no_color=True, highlight=False))

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from kvtailor.bench.report.pages.terminal import Column, fit
 from kvtailor.bench.report.suite.tables import FilledCell, FilledTable, provenance, suite_tables
 from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid
+from kvtailor.bench.report.terminal import Column, fit
 from kvtailor.bench.schema import Record
 from kvtailor.bench.suite.suite import Suite
 from kvtailor.errors import KvtailorError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
@@ -38,6 +38,7 @@ class Cell:
         interval: what is shown small beside it, such as the ends of an interval.
         ends: of an interval that belongs to it, for CSV.
         keys: of the records that it was computed from.
+        shade: how dark it is from 0.0 to 1.0 where cells are told apart by that; None: it is not.
     """
 
     text: str | None = None
@@ -45,6 +46,7 @@ class Cell:
     interval: str | None = None
     ends: tuple[float, float] | None = None
     keys: tuple[str, ...] = ()
+    shade: float | None = None
 
 
 EMPTY = Cell()
@@ -71,6 +73,10 @@ class Grid:
     rows: tuple[tuple[Cell, ...], ...]
     plans: tuple[str, ...]
     same: tuple[tuple[str, Cell], ...] = ()
+
+    def lines(self) -> Iterator[tuple[str, tuple[Cell, ...]]]:
+        """Return each row with its plan."""
+        return zip(self.plans, self.rows, strict=True)
 
     def without_empty_columns(self) -> Grid:
         """The same without the columns in which nothing was measured."""

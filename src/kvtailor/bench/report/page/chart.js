@@ -1,4 +1,4 @@
-// The chart of bytes against loss: drawn for the width that there is, and drawn again when that changes.
+// Every chart of the page, drawn from its numbers for the width that there is, and drawn again when that changes.
 'use strict';
 
 const SHAPES = {
@@ -26,12 +26,21 @@ function apart(ticks, at, wide, gap) {
 
 const shareText = share => `${+(100 * share).toPrecision(2)} %`;
 
+/** About so many round numbers from `low` to `high`, the ends covered where `whole` is set. */
+function roundTicks(low, high, count, whole = false) {
+  const span = high - low || 1, power = 10 ** Math.floor(Math.log10(span / count));
+  const step = [1, 2, 2.5, 5, 10].find(each => span / (each * power) <= count * 1.001) * power;
+  const first = whole ? Math.floor(low / step + 1e-9) : Math.ceil(low / step - 1e-9);
+  const last = whole ? Math.ceil(high / step - 1e-9) : Math.floor(high / step + 1e-9);
+  return Array.from({length: Math.max(last, first + whole) - first + 1}, (_, index) => +((first + index) * step).toPrecision(9) || 0);
+}
+
+/** A linear scale from one number and place to another. */
+const linear = (low, high, from, to) => value => from + (value - low) / (high - low || 1) * (to - from);
+
 /** Shares from 0 on a linear scale. */
 function evenScale(most, left, right) {
-  const at = share => left + share / most * (right - left);
-  const step = [0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.5].find(each => most / each <= 8) ?? 10 ** Math.ceil(Math.log10(most / 8));
-  const shares = Array.from({length: Math.floor(most / step + 1e-9) + 1}, (_, index) => +(index * step).toPrecision(6));
-  const kept = apart(shares, at, share => wideOf(shareText(share)), 10);
+  const at = linear(0, most, left, right), kept = apart(roundTicks(0, most, 8), at, share => wideOf(shareText(share)), 10);
   return {at, ticks: kept.map(share => ({share, text: shareText(share)}))};
 }
 
@@ -54,13 +63,8 @@ function acrossScale(least, most, left, right) {
 /** Losses on a linear scale, with 0 and round numbers. */
 function evenLosses(values, bottom, top) {
   const [low, high] = [Math.min(0, ...values), Math.max(0, ...values)], span = (high - low || 1) * 1.06;
-  const power = 10 ** Math.floor(Math.log10(span / 6)), step = [1, 2, 5, 10].find(each => span / (each * power) <= 7) * power;
   const floor = low < 0 ? low - 0.03 * span : 0;
-  const at = value => bottom - (value - floor) / span * (bottom - top), ticks = [];
-  for (let index = Math.ceil(floor / step); index * step <= floor + span * 1.0001; index++) {
-    ticks.push(+(index * step).toPrecision(6) || 0);
-  }
-  return {at, ticks, log: false};
+  return {at: linear(floor, floor + span, bottom, top), ticks: roundTicks(floor, floor + span, 7), log: false};
 }
 
 /**
@@ -97,7 +101,7 @@ function upScale(losses, values, bottom, top, log) {
 
 function lossText(value) {
   if (value === 0) return '0';
-  const size = Math.abs(value), text = size >= 1e-4 ? String(+size.toPrecision(2)) : size.toExponential(0);
+  const size = Math.abs(value), text = size >= 1e-4 ? String(+size.toPrecision(3)) : size.toExponential(0);
   return value < 0 ? `−${text}` : text;
 }
 
@@ -132,7 +136,7 @@ function placed(text, x, y, frame, solid, thin, strong) {
  * @param svg an element that is as wide as the page lets it be; what is in it is replaced.
  * @param data `points`: all that a filter may leave; `full`, `full_text`: bytes of the uncompressed cache; `whole`:
  *   whether that one is on the front too; `axis`, `axis_short`: what the loss is; `log`:
- *   'always', or 'needed' for logarithmic axes only where a linear one would not show the points; `limit`,
+ *   'always', or undefined for logarithmic axes only where a linear one would not show the points; `limit`,
  *   `limit_text`, `loss_limit`: bounds to draw, null without; `plan`: the plan that is ringed, null for none.
  * @param points those that are shown.
  * @param picked the point of the memory, or undefined.
@@ -142,29 +146,17 @@ function drawChart(svg, data, points, picked, memory) {
   const width = Math.max(260, Math.round(svg.parentElement.clientWidth));
   const height = Math.round(Math.min(600, Math.max(420, 0.5 * width)));
   const wideScreen = width >= 640;
-  const make = (kind, attributes, parent = svg, text) => {
-    const made = document.createElementNS(svg.namespaceURI, kind);
-    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-    if (kind === 'text' && !attributes['text-anchor']) made.setAttribute('text-anchor', 'start');
-    if (text !== undefined) made.textContent = text;
-    parent.append(made);
-    return made;
-  };
-  svg.replaceChildren();
-  svg.setAttribute('role', 'group');
+  const make = emptied(svg, width, height);
   // Its points are where a keyboard stops, one at a time; the picture as a whole is no stop.
   svg.setAttribute('tabindex', -1);
-  svg.setAttribute('aria-label', data.title);
-  svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
-  svg.setAttribute('width', width);
-  svg.setAttribute('height', height);
-  const share = bytes => bytes / data.full;
+  svg.setAttribute('aria-label', `bytes against loss in ${data.name}; arrow keys go from plan to plan`);
+  const share = bytes => bytes / data.full, limit = data.limit ?? null, lossLimit = data.loss_limit ?? null;
   // The scales are those of all points, so that a filter does not move the others.
   const shares = data.points.map(point => point.share);
   const values = data.points.flatMap(point => [point.loss, point.high ?? point.loss, point.low ?? point.loss]);
-  if (data.limit !== null) shares.push(share(data.limit));
-  if (data.loss_limit !== null) values.push(data.loss_limit);
-  const [top, bottom] = [data.limit === null ? 26 : 44, height - 46];
+  if (limit !== null) shares.push(share(limit));
+  if (lossLimit !== null) values.push(lossLimit);
+  const [top, bottom] = [limit === null ? 26 : 44, height - 46];
   const up = upScale(data.points.map(point => point.loss), values, bottom, top, data.log);
   const left = 26 + Math.max(...up.ticks.map(value => wideOf(lossText(value)))) + 8, right = width - 16;
   const least = Math.min(...shares), most = Math.max(1, ...shares) * 1.08, bent = data.log === 'always' || least < 0.12;
@@ -198,10 +190,10 @@ function drawChart(svg, data, points, picked, memory) {
     solid.push([begin, row, begin + wide, row + 16]);
     thin.push([x - 1.5, row, x + 1.5, bottom]);
   };
-  if (data.limit !== null) upright(data.limit, 'limit', `limit ${data.limit_text}`, 2);
-  if (memory !== null) upright(memory, 'memory', 'my memory', data.limit === null ? 2 : 20);
-  if (data.loss_limit !== null) {
-    const y = up.at(data.loss_limit), text = `limit ${lossText(data.loss_limit)}`;
+  if (limit !== null) upright(limit, 'limit', `limit ${data.limit_text}`, 2);
+  if (memory !== null) upright(memory, 'memory', 'my memory', limit === null ? 2 : 20);
+  if (lossLimit !== null) {
+    const y = up.at(lossLimit), text = `limit ${lossText(lossLimit)}`;
     make('line', {class: 'limit', x1: left, x2: right, y1: y, y2: y});
     make('text', {class: 'name strong', x: left + 4, y: y - 5}, svg, text);
     solid.push([left + 4, y - 18, left + 4 + wideOf(text, true), y - 3]);
@@ -232,7 +224,7 @@ function drawChart(svg, data, points, picked, memory) {
   for (const place of [...places].sort((a, b) => isBest.has(a.point) - isBest.has(b.point))) {
     const {point, x, y} = place, best = isBest.has(point), radius = best ? 6 : 4.5;
     const group = make('g', {class: `point ${point.kind}${best ? ' best' : ''}`, role: 'img', tabindex: -1,
-      'data-plan': point.plan, 'data-n': point.number, 'aria-label': point.described});
+      'data-n': point.number, 'aria-label': point.described});
     if (point.low !== null && point.high !== null) {
       const [y1, y2] = [up.at(point.high), up.at(point.low)];
       make('path', {class: 'bar', d: `M${x},${y1}V${y2}M${x - 3.5},${y1}h7M${x - 3.5},${y2}h7`}, group);
@@ -240,7 +232,7 @@ function drawChart(svg, data, points, picked, memory) {
     }
     make('path', {class: 'shape', d: (SHAPES[point.shape] ?? SQUARE)(x, y, radius)}, group);
     make('circle', {class: 'halo', cx: x, cy: y, r: radius + 5}, group);
-    if (point.plan === data.plan) make('circle', {class: 'ring plan', cx: x, cy: y, r: radius + 8.5}, group);
+    if (point.number === data.plan) make('circle', {class: 'ring plan', cx: x, cy: y, r: radius + 8.5}, group);
     if (point === picked) make('circle', {class: 'ring', cx: x, cy: y, r: radius + 5}, group);
     solid.push([x - radius - 1, y - radius - 1, x + radius + 1, y + radius + 1]);
     place.group = group;
@@ -259,10 +251,10 @@ function drawChart(svg, data, points, picked, memory) {
       return;
     }
   };
-  const first = place => (place.point === picked ? 2 : 0) + (place.point.plan === data.plan ? 1 : 0);
+  const first = place => (place.point === picked ? 2 : 0) + (place.point.number === data.plan ? 1 : 0);
   const named = places.filter(place => isBest.has(place.point) || first(place)).sort((a, b) => first(b) - first(a));
   for (const place of named.filter(first)) {
-    const {number, name, plan} = place.point, tail = plan === data.plan ? ' (the plan)' : '';
+    const {number, name} = place.point, tail = number === data.plan ? ' (the plan)' : '';
     label(place.x, place.y, [`${number} ${name}${tail}`, `${number}${tail}`, `${number}`], true);
   }
   label(whole.x, whole.y, ['full'], false);
@@ -271,4 +263,124 @@ function drawChart(svg, data, points, picked, memory) {
   const roomy = wideScreen && others.length <= width / 55;
   for (const {x, y, point} of others) label(x, y, roomy ? [`${point.number} ${point.name}`, `${point.number}`] : [`${point.number}`], false);
   return places;
+}
+
+/** Empties a picture, and returns what makes an element in it. */
+function emptied(svg, width, height) {
+  svg.replaceChildren();
+  svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
+  svg.setAttribute('width', width);
+  svg.setAttribute('height', height);
+  return (kind, attributes, parent = svg, text) => {
+    const made = document.createElementNS(svg.namespaceURI, kind);
+    for (const [name, value] of Object.entries(attributes)) if (value !== undefined) made.setAttribute(name, value);
+    if (kind === 'text' && !attributes['text-anchor']) made.setAttribute('text-anchor', 'start');
+    if (text !== undefined) made.textContent = text;
+    parent.append(made);
+    return made;
+  };
+}
+
+/** Heights from top to bottom, moved as little as it takes to be readable and inside of the picture. */
+function spread(heights, top, bottom) {
+  const least = Math.min(13, (bottom - top) / Math.max(1, heights.length - 1)), found = [];
+  for (const height of heights) found.push(found.length ? Math.max(height, found.at(-1) + least) : height);
+  for (let index = found.length - 1, over = bottom; index >= 0; index--) over = (found[index] = Math.min(found[index], over)) - least;
+  return found;
+}
+
+/**
+ * Draws a small chart; `charts.py` says what one is.
+ *
+ * @param kindOf the class of a plan's colour, by its number.
+ * @param labelOf its words.
+ */
+function drawSmall(svg, chart, kindOf, labelOf) {
+  const isBars = chart.kind === 'bars', width = Math.max(240, Math.round(svg.parentElement.clientWidth));
+  const height = isBars ? 46 + 22 * chart.marks.length : Math.round(Math.min(330, Math.max(240, 0.69 * width)));
+  const make = emptied(svg, width, height), [top, bottom] = isBars ? [6, height - 40] : [14, height - 46];
+  const text = (x, y, words, kind, anchor, of) =>
+    make('text', {class: kind, x, y, 'text-anchor': anchor, 'data-n': of}, svg, words);
+  const group = (number, words, records) => {
+    const made = make('g', {class: `mark ${kindOf(number)}`, 'data-n': number, 'data-r': records || undefined});
+    make('title', {}, made, `${number} ${labelOf(number)}\n${words}`);
+    return made;
+  };
+  const ends = isBars ? chart.marks.flatMap(([, value, low, high, goal]) => [value, low, high, goal]) :
+    chart.marks.flatMap(([, , y, low, high]) => [y, low, high]);
+  const known = ends.filter(each => each !== null);
+  const values = roundTicks(Math.min(...known, ...chart.zero ? [0] : []), Math.max(...known, ...chart.zero ? [0] : []), isBars ? 4 : 5, true);
+  const plain = value => String(+value.toPrecision(6)).replace('-', '−');
+
+  if (isBars) {
+    const left = 30, right = width - 12 - Math.max(...chart.marks.map(mark => wideOf(mark[5])));
+    const at = linear(values[0], values.at(-1), left, right);
+    for (const value of values) {
+      make('line', {class: value === 0 ? 'zero' : 'grid', x1: at(value), x2: at(value), y1: top, y2: bottom});
+      text(at(value), bottom + 16, plain(value), 'tick', 'middle');
+    }
+    text((left + right) / 2, height - 5, chart.x, 'axis', 'middle');
+    chart.marks.forEach(([number, value, low, high, goal, shown, words, records], index) => {
+      const y = top + 22 * index, from = Math.min(at(0), at(value)), made = group(number, words, records);
+      make('rect', {x: from, y: y + 3, width: Math.max(1, Math.abs(at(value) - at(0))), height: 16}, made);
+      if (low !== null && high !== null) make('path', {class: 'whisker', d: `M${at(low)} ${y + 7}v8m0,-4H${at(high)}m0,-4v8`}, made);
+      if (goal !== null) make('path', {class: 'goal', d: `M${at(goal)} ${y + 1}v20`}, made);
+      text(left - 8, y + 15.5, number, 'tick', 'end', number);
+      text(Math.max(at(0), at(value), at(high ?? value)) + 6, y + 15.5, shown, 'name', 'start', number);
+    });
+    if (chart.mark !== null) make('line', {class: 'front', x1: at(chart.mark), x2: at(chart.mark), y1: top, y2: bottom});
+    return;
+  }
+
+  const left = 34 + Math.max(...values.map(value => wideOf(plain(value)))), right = width - 26;
+  const across = chart.marks.map(mark => mark[1]), least = chart.whole ? Math.min(...across) : 0, most = Math.max(...across, least + 1e-9);
+  const columns = chart.whole ? roundTicks(least, most, 8).filter(Number.isInteger) : roundTicks(0, most, 5, true);
+  const x = linear(chart.whole ? least : columns[0], chart.whole ? most : columns.at(-1), left, right);
+  const y = linear(values[0], values.at(-1), bottom, top);
+  for (const value of values) {
+    make('line', {class: value === 0 ? 'zero' : 'grid', x1: left, x2: right, y1: y(value), y2: y(value)});
+    text(left - 8, y(value) + 4.5, plain(value), 'tick', 'end');
+  }
+  for (const value of columns) text(x(value), bottom + 18, plain(value), 'tick', 'middle');
+  text((left + right) / 2, height - 6, chart.x, 'axis', 'middle');
+  make('text', {class: 'axis', 'text-anchor': 'middle', transform: `translate(14 ${(top + bottom) / 2}) rotate(-90)`}, svg, chart.y);
+
+  const made = new Map(), solid = chart.marks.map(([, a, b]) => [x(a) - 5, y(b) - 5, x(a) + 5, y(b) + 5]);
+  if (chart.front) {
+    const points = chart.front.map(number => chart.marks.find(mark => mark[0] === number)).map(mark => `${x(mark[1])},${y(mark[2])}`);
+    make('polyline', {class: 'front', points: points.join(' ')});
+  }
+  for (const [number, a, b, low, high, words, records] of chart.marks) {
+    if (chart.kind === 'lines' && made.has(number)) {
+      const known = made.get(number);
+      known.points.push([a, b]);
+      known.group.querySelector('title').textContent += `\n${words}`;
+      make('circle', {cx: x(a), cy: y(b), r: 4}, known.group);
+      continue;
+    }
+    const shown = group(number, words, records);
+    made.set(number, {group: shown, points: [[a, b]]});
+    if (low !== null && high !== null) make('path', {d: `M${x(a)} ${y(low)}V${y(high)}`}, shown);
+    make('circle', {cx: x(a), cy: y(b), r: chart.kind === 'lines' ? 4 : 5}, shown);
+  }
+  if (chart.kind === 'points') {
+    for (const [number, a, b] of chart.marks) {
+      const spot = placed(number, x(a), y(b), [left, 2, width - 2, bottom], solid, []);
+      if (spot === null) continue;
+      text(spot.left, spot.base, number, 'name', 'start', number);
+      solid.push(spot.box);
+    }
+    return;
+  }
+  const last = new Map();
+  for (const [number, {group, points}] of made) {
+    make('polyline', {points: points.map(([a, b]) => `${x(a)},${y(b)}`).join(' ')}, group);
+    const [a, b] = points.at(-1), near = [...last.keys()].find(each => Math.abs(each - x(a)) < 24) ?? x(a);
+    last.set(near, [...last.get(near) ?? [], [y(b), x(a), number]]);
+  }
+  for (const ends of last.values()) {
+    ends.sort(([one], [two]) => one - two);
+    const heights = spread(ends.map(([height]) => height), top, bottom - 2);
+    ends.forEach(([, at, number], index) => text(at + 7, heights[index] + 4.5, number, 'name', 'start', number));
+  }
 }

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from kvtailor.bench.measure.equivalence import Margins
 from kvtailor.bench.report import Summary, summarise
-from kvtailor.bench.report.pages.leaderboard import board_grid, leaderboard_page
-from kvtailor.bench.report.pages.page import page
-from kvtailor.bench.report.points import of_one_model
+from kvtailor.bench.report.leaderboard import board_grid, leaderboard_page
+from kvtailor.bench.report.run_page import run_page
 from kvtailor.bench.report.suite.pages import SuitePages, suite_pages
 from kvtailor.bench.report.suite.ranking import rank
 from kvtailor.bench.report.suite.tables import provenance
@@ -46,25 +45,25 @@ def texts(
     made = [(suite, pages) for suite in suites if (pages := suite_pages(suite, records)) is not None]
     filled = [pages for _, pages in made]
     found = {
-        "report.html": page(records, filled, margins=margins, left_out=left_out),
-        "report.md": markdown_page(records, summary, filled),
+        "report.html": run_page(summary, filled),
+        "report.md": markdown_page(summary, filled),
         "results.csv": as_long_csv(summary.table()),
         "table.tex": as_latex(main_grid(summary.rows)) + "\n",
     }
-    for grid in _further(records, summary):
+    for grid in _further(summary):
         found[f"{grid.name}.tex"] = as_latex(grid) + "\n"
     for grid in (grid for pages in filled for grid in pages.grids):
         found |= {f"suite-{grid.name}.csv": as_csv(grid), f"suite-{grid.name}.tex": as_latex(grid) + "\n"}
     for suite, _ in made:
         ranking = rank(suite, records)
         if ranking is not None:
-            found[f"leaderboard-{suite.name}.html"] = leaderboard_page(ranking, provenance(suite, records))
+            found[f"leaderboard-{suite.name}.html"] = leaderboard_page(ranking, provenance(suite, records), records)
             found[f"leaderboard-{suite.name}.csv"] = as_csv(board_grid(ranking))
     slash = r"\textbackslash{}"
     return {name: visible(text, slash if name.endswith(".tex") else "\\") for name, text in found.items()}
 
 
-def markdown_page(records: Sequence[Record], summary: Summary, suites: Sequence[SuitePages] = ()) -> str:
+def markdown_page(summary: Summary, suites: Sequence[SuitePages] = ()) -> str:
     """The headline, all tables, and what the numbers rest on. Text of a record never becomes HTML."""
     safe = safe_markdown
     advice = [f"**{safe(summary.advice.sentence)}**"] if summary.advice.sentence else []
@@ -78,14 +77,13 @@ def markdown_page(records: Sequence[Record], summary: Summary, suites: Sequence[
         absent = "\n".join(f"- {safe(plan)}: {safe(what)}" for plan, what in summary.missing)
         parts.append(f"Not in this kvtailor yet, so not measured:\n\n{absent}")
     parts.append(as_markdown(main_grid(summary.rows)))
-    for grid in _further(records, summary):
+    for grid in _further(summary):
         parts.append(f"## {safe(grid.title)}\n\n{safe(grid.note)}\n\n{as_markdown(grid)}")
     parts.append("## What the numbers rest on\n\n" + "\n".join(f"- {safe(note)}" for note in summary.footnotes))
     return "\n\n".join(parts) + "\n"
 
 
-def _further(records: Sequence[Record], summary: Summary) -> Iterator[Grid]:
-    ours, _ = of_one_model(records)
+def _further(summary: Summary) -> Iterator[Grid]:
     if summary.measures:
         yield quality_grid(summary.measures, summary.rows)
-    yield from task_grids([record for record in ours if record.error is None], summary.rows)
+    yield from task_grids([record for record in summary.records if record.error is None], summary.rows)

@@ -1,1 +1,0 @@
-"""The pictures of a report, as SVG text and as a file of matplotlib."""

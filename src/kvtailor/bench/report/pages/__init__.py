@@ -1,1 +1,0 @@
-"""The pages of a report: HTML, Markdown, CSV, LaTeX and the terminal."""

@@ -1,1 +1,0 @@
-"""What runs in a reader's browser: style sheets, scripts, and the HTML that they need."""
