@@ -240,7 +240,7 @@ def read(path: str, kind: str, asked: str) -> Calibration:
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes a file whole or not at all; one that exists is replaced.
+    """Write a file whole or not at all; one that exists is replaced.
 
     Args:
         path: of the file.

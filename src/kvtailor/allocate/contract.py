@@ -55,7 +55,7 @@ class BudgetRequest:
         return (self.total - floors).clamp_min(0)
 
     def numbers(self, name: str, *, every_layer: bool = False) -> Tensor:
-        """(b, l, ...) float64 on the CPU: what the allocator measured of the present layers.
+        """Return (b, l, ...) float64 on the CPU: what the allocator measured of the present layers.
 
         Args:
             name: of the allocator, for error messages.
@@ -156,10 +156,10 @@ class Allocator(Method, ABC):
 
     @abstractmethod
     def allocate(self, request: BudgetRequest) -> Tensor:
-        """(b, l, h) int64 on the CPU: tokens for each present layer and kv head."""
+        """Return (b, l, h) int64 on the CPU: tokens for each present layer and kv head."""
 
     def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int | None:
-        """What one call of `measure` and `allocate` computes for one row and kv head; None: not known.
+        """Count what one call of `measure` and `allocate` computes for one row and kv head; None: not known.
 
         Counted as in `Scorer.flops`.
 
@@ -174,7 +174,7 @@ class Allocator(Method, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LayersReordered(Method):
-    """What allocators have in common that give another allocator's layer budgets to other layers.
+    """A base of allocators that give the layer budgets of another allocator to other layers.
 
     Stands before `Allocator` among the bases.
 
@@ -201,7 +201,7 @@ class LayersReordered(Method):
         return self.of.needs
 
     def measure(self, held: Held) -> Tensor | None:
-        """What the inner allocator measures."""
+        """Return what the inner allocator measures."""
         return self.of.measure(held)
 
     @abstractmethod
@@ -209,7 +209,7 @@ class LayersReordered(Method):
         """Return for each layer the layer whose budget it gets, (b, l) int64, from the inner budgets (b, l, h)."""
 
     def allocate(self, request: BudgetRequest) -> Tensor:
-        """(b, l, h) int64 on the CPU.
+        """Return (b, l, h) int64 on the CPU: the inner allocator's tokens, of the layers in the other order.
 
         Raises:
             ValueError: a layer is absent, or what the inner allocator raises.
@@ -223,5 +223,5 @@ class LayersReordered(Method):
         request.check_all_layers(type(self).__name__.lower())
 
     def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int | None:
-        """Those of the inner allocator."""
+        """Count as the inner allocator does."""
         return self.of.flops(tokens=tokens, heads=heads, group=group, size=size)

@@ -113,13 +113,13 @@ class IndexRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SteadyReading:
-    """What one new token after the other reads of parts of which nothing changes but the last, the tail, which grows.
+    """What each new token reads while nothing but the tail changes, which grows.
 
     Attributes:
-        up_to: tokens of a row and kv head up to which it is so; None: however many there are.
-        pages: of which the best are read alone; None: everything is read.
-        carried: the first part is read as the keys and values that the carry has of it, `first_keys` (b, h, s, d) and
-            `first_values` (b, h, s, dv), and it is not steady where the carry has none.
+        up_to: this holds up to so many tokens of a row and kv head; None: however many there are.
+        pages: only the best of these are read; None: everything is read.
+        carried: the first part is read from the carry, as `first_keys` (b, h, s, d) and `first_values` (b, h, s, dv);
+            where the carry has none, there is no fast path.
     """
 
     up_to: int | None = None
@@ -204,7 +204,7 @@ class Attention(Method, ABC):
                 ) from None
 
     def held_tokens(self, tokens: Tensor) -> Tensor | None:
-        """Tokens to hold per kv head, (b,) int64, of rows that have seen `tokens` (b,) int64, both on the CPU.
+        """Return how many tokens to hold per kv head, (b,) int64, of rows that have seen `tokens` (b,); on the CPU.
 
         For methods that split one budget between what is held and what is read; a plan with such a method needs no
         budget of its own, and has one that goes before. None: the method does not care what is held.

@@ -83,7 +83,7 @@ class ATSKV(Calibrator):
 
 
 def _every(count: int, advance: Callable[[str], None]) -> Callable[[], None]:
-    """Calls `advance` once for so many calls."""
+    """Call `advance` once for so many calls."""
     done = 0
 
     def step() -> None:

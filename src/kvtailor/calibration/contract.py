@@ -80,11 +80,11 @@ class Calibrator(ABC):
 
     @abstractmethod
     def units(self, passages: int) -> int:
-        """How often `measure` calls `Job.advance` for so many passages."""
+        """Return how often `measure` calls `Job.advance` for so many passages."""
 
     @abstractmethod
     def measure(self, job: Job) -> Made:
-        """Runs the model; its parameters and its attention implementation stay as they are.
+        """Run the model and measure; its parameters and its attention implementation stay as they are.
 
         Raises:
             KvtailorError: it cannot be measured on this model or these texts.
@@ -93,7 +93,7 @@ class Calibrator(ABC):
 
 @cache
 def kinds() -> dict[str, str]:
-    """The names of all calibrators, and the class in each one's file, from their syntax trees."""
+    """Return the names of all calibrators and the class in each one's file, from their syntax trees."""
     return {name: made for name, (_, made) in _found().items()}
 
 
@@ -115,7 +115,7 @@ def _found() -> dict[str, tuple[str, str]]:
 
 
 def calibrator(kind: str) -> Calibrator:
-    """The calibrator of a kind, with its own settings.
+    """Return the calibrator of a kind, with its own settings.
 
     Raises:
         UnknownName: there is none.

@@ -44,7 +44,7 @@ _PATTERN, _FILTERS, _CONFIG = "full_attention_heads.tsv", "model.safetensors", "
 def import_released(
     kind: str, model: Any, source: str | os.PathLike[str], *, out: str | os.PathLike[str], again: bool = False
 ) -> Calibration:
-    """Writes a calibration file from one that another project released for the very model.
+    """Write a calibration file from one that another project released for the very model.
 
     ```python
     import_released("qfilters", "meta-llama/Llama-3.1-8B", "model.safetensors", out="filters.safetensors")

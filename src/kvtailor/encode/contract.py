@@ -59,8 +59,8 @@ class Codec(Method, ABC):
     Attributes:
         exact: decode(encode(x)) == x bit for bit.
         across: tokens of several layers may be encoded at once, see `layer_groups`.
-        kinds_by_layer: `for_layer` may give another kind of codec on each layer, so that no codec can be around it. Of
-            such a codec `lane_multiple` is a multiple of each layer's, and the flags hold where they hold of a layer.
+        kinds_by_layer: `for_layer` may return another kind of codec on each layer, so that no codec can be around it.
+            Its `lane_multiple` is then a multiple of each layer's, and a flag is True where it is for any layer.
     """
 
     exact: ClassVar[bool] = False
@@ -123,14 +123,14 @@ class Codec(Method, ABC):
         return Needs()
 
     def seeing(self, queries: Tensor, heads: int, valid: Tensor | None) -> Codec:
-        """This codec with the newest queries (b, q, w, d), of so many kv heads; called where `needs` has a window.
+        """Return this codec with the newest queries (b, q, w, d), of so many kv heads, if `needs` has a window.
 
         `valid` (b, w) bool is False for queries of padding; None: there are none.
         """
         return self
 
     def for_layer(self, context: CodecContext) -> Codec:
-        """This codec as it is on one layer, and the codecs inside it."""
+        """Return this codec, and the codecs inside it, as they are on one layer."""
         return self
 
     def one_sided(self, side: Sides, asked: str) -> Codec:
@@ -151,14 +151,14 @@ class Codec(Method, ABC):
         return self
 
     def in_blocks(self, tokens: int) -> Codec:
-        """This codec, with blocks of so many tokens where it would leave all of them in the tail.
+        """Return this codec with blocks of so many tokens where it would leave all of them in the tail.
 
         Asked where segments live elsewhere and tails do not.
         """
         return self
 
     def layer_groups(self, layers: int) -> tuple[tuple[int, ...], ...]:
-        """Which layers are encoded at once, so that they may share what they store; of so many that a plan compresses.
+        """Group so many layers: those that are encoded at once, so that they may share what they store.
 
         Groups of adjacent layers, ascending, each layer in one of them; here each alone. Layers of a group hold the
         same tokens, and what leaves their tails waits for the last of them.
@@ -168,17 +168,17 @@ class Codec(Method, ABC):
     def mean_bytes_per_token(
         self, layers: int, key_size: int, value_size: int, element_size: int, *, heads: int | None = None
     ) -> float:
-        """`bytes_per_token` on average over so many layers, of so many kv heads."""
+        """Return `bytes_per_token` on average over so many layers, of so many kv heads."""
         each = [self.for_layer(CodecContext(layer=layer, layers=layers, heads=heads)) for layer in range(layers)]
         return sum(codec.bytes_per_token(key_size, value_size, element_size) for codec in each) / layers
 
     @abstractmethod
     def segment_type(self) -> type[Segment]:
-        """The class of segments that `encode` gives."""
+        """Return the class of segments that `encode` makes."""
 
     @abstractmethod
     def encode(self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None) -> Segment:
-        """The segment of keys (m, s, d) and values (m, s, dv). Filler slots repeat a filled one of their lane.
+        """Return keys (m, s, d) and values (m, s, dv) as a segment. Filler slots repeat a filled one of their lane.
 
         Args:
             layout: which tokens these are.
@@ -190,7 +190,7 @@ class Codec(Method, ABC):
         """
 
     def runs(self, tokens: int, youngest: int, *, whole: bool = False) -> Sequence[tuple[int, int]]:
-        """How tokens at consecutive columns that are encoded at the same time are cut into segments along time.
+        """Cut tokens at consecutive columns, which are encoded at the same time, into segments along time.
 
         Args:
             tokens: how many columns.
@@ -205,7 +205,7 @@ class Codec(Method, ABC):
     def encode_aged(
         self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None, *, newest: int, seen: int
     ) -> Segment:
-        """`encode` of one of the `runs`.
+        """Encode one of the `runs`, as `encode` does.
 
         Args:
             layout, keys, values, first: see `encode`.
@@ -215,7 +215,7 @@ class Codec(Method, ABC):
         return self.encode(layout, keys, values, first)
 
     def renewed(self, segment: Segment, seen: int, first: Tensor | None = None) -> Segment:
-        """The segment as it is to be stored after so many tokens were seen; the same object where nothing is due.
+        """Return a segment as it is to be stored after so many tokens; the same object where nothing is due.
 
         Where it is encoded anew, that is from its codes: the layout, its lanes and its slots stay.
 
@@ -229,7 +229,7 @@ class Codec(Method, ABC):
     def encode_group(
         self, layout: Layout, states: Sequence[tuple[Tensor, Tensor]], first: Tensor | None = None
     ) -> Sequence[Segment]:
-        """The segments of a group of layers, of the same tokens; called on the codec of the group's last layer.
+        """Encode a group of layers with the same tokens; called on the codec of the group's last layer.
 
         Args:
             layout, first: as for `encode`.
@@ -238,7 +238,7 @@ class Codec(Method, ABC):
         return [self.encode(layout, keys, values, first) for keys, values in states]
 
     def joined(self, segments: Sequence[Segment]) -> Sequence[Segment]:
-        """The segments of a group of layers after the same rows or tokens were taken of each.
+        """Return the segments of a group of layers after the same rows or tokens were taken of each.
 
         What they shared before exists once for each of them then, and once for all of them in what this gives.
         """
@@ -246,11 +246,11 @@ class Codec(Method, ABC):
 
     @abstractmethod
     def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Segment:
-        """The segment of a saved cache, as `encode` gave it, from its layout and what `Segment.state` gave."""
+        """Return a segment of a saved cache, as `encode` made it, from its layout and what `Segment.state` gave."""
 
     @abstractmethod
     def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
-        """Closed form for one encoded token of one kv head, scales included, layout and tail not.
+        """Return the bytes of one encoded token of one kv head in closed form, scales included, layout and tail not.
 
         Args:
             key_size, value_size: d and dv.
@@ -258,7 +258,7 @@ class Codec(Method, ABC):
         """
 
     def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
-        """What encoding these tokens of one kv head computes, counted as in `Scorer.flops`; None: not known.
+        """Count what encoding these tokens of one kv head computes, as `Scorer.flops` counts; None: not known.
 
         Args:
             tokens: that are encoded at once.
@@ -267,11 +267,11 @@ class Codec(Method, ABC):
         return None
 
     def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
-        """What decoding these tokens of one kv head computes, as `encode_flops`."""
+        """Count what decoding these tokens of one kv head computes, as `encode_flops`."""
         return None
 
     def read_flops(self, *, tokens: int, queries: int, key_size: int, value_size: int) -> int | None:
-        """What a few new queries of one kv head compute to read these tokens, beyond attention in the model's channels.
+        """Count what a few new queries of one kv head compute to read these tokens, beyond attention itself.
 
         By default each token is decoded. Where one linear map leads back from what is stored, queries and sums are
         mapped in its place, see `Segment` and `ops.segments.sides`.
@@ -285,7 +285,7 @@ class Codec(Method, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Around(Method):
-    """What codecs have in common that hand changed states to another codec. Stands before `Codec` among the bases.
+    """A base of codecs that change states and hand them to another codec. It stands before `Codec` among the bases.
 
     Attributes:
         of: the other codec.
@@ -302,11 +302,11 @@ class Around(Method):
         return self.of.block
 
     def one_sided(self, side: Sides, asked: str) -> Self:
-        """See `Codec.one_sided`; what is changed before the inner codec stays as it is."""
+        """Do as `Codec.one_sided`; what is changed before the inner codec stays as it is."""
         return replace(self, of=self.of.one_sided(side, asked))
 
     def in_blocks(self, tokens: int) -> Self:
-        """The inner codec's blocks, where it has none, are this one's or of so many tokens."""
+        """Return the same around the inner codec in blocks: of this one's size, or of so many tokens."""
         return replace(self, of=self.of.in_blocks(self.block or tokens))
 
     @property
@@ -332,12 +332,12 @@ class Around(Method):
         return self.of.weighs_tokens
 
     def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
-        """The inner codec's."""
+        """Return the inner codec's bytes."""
         return self.of.bytes_per_token(key_size, value_size, element_size)
 
 
 class TwoSided(ABC):
-    """What codecs have in common that code keys and values each on their own. Stands before `Codec` among the bases.
+    """A base of codecs that code keys and values apart. It stands before `Codec` among the bases.
 
     Attributes:
         only: what is encoded; the other side stays as it is. A field of the codec.
@@ -349,19 +349,19 @@ class TwoSided(ABC):
 
     @abstractmethod
     def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> Coded:
-        """Keys (m, s, d) in this encoding; `layout` and `first` as in `Codec.encode`."""
+        """Encode keys (m, s, d); `layout` and `first` as in `Codec.encode`."""
 
     @abstractmethod
     def code_values(self, values: Tensor, layout: Layout, first: Tensor | None) -> Coded:
-        """Values (m, s, dv) in this encoding."""
+        """Encode values (m, s, dv); `layout` and `first` as in `Codec.encode`."""
 
     @abstractmethod
     def key_bytes(self, size: int, element_size: int) -> float:
-        """Closed form for one encoded key, as `Codec.bytes_per_token`."""
+        """Return the bytes of one encoded key in closed form, as `Codec.bytes_per_token`."""
 
     @abstractmethod
     def value_bytes(self, size: int, element_size: int) -> float:
-        """Closed form for one encoded value."""
+        """Return the bytes of one encoded value in closed form."""
 
     @property
     def codes_keys(self) -> bool:
@@ -374,7 +374,7 @@ class TwoSided(ABC):
         return self.only != "keys"
 
     def one_sided(self, side: Sides, asked: str) -> Codec:
-        """See `Codec.one_sided`."""
+        """Do as `Codec.one_sided` says."""
         if self.only not in ("both", side):
             raise _nothing_to_code(self, side, asked)
         # Every method is a dataclass, which its contract cannot declare.
@@ -382,11 +382,11 @@ class TwoSided(ABC):
         return made
 
     def segment_type(self) -> type[PairSegment]:
-        """See `Codec.segment_type`."""
+        """Return `segment`."""
         return self.segment
 
     def encode(self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None) -> PairSegment:
-        """See `Codec.encode`."""
+        """Encode each side by itself; see `Codec.encode`."""
         refuse_non_finite(self.segment.codec, keys, values, "which no code can hold")
         return self.segment(
             layout=layout,
@@ -395,16 +395,16 @@ class TwoSided(ABC):
         )
 
     def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> PairSegment:
-        """See `Codec.restore`."""
+        """Do as `Codec.restore` says."""
         return self.segment.from_state(layout, fields, tensors)
 
     def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
-        """See `Codec.bytes_per_token`."""
+        """Add up the bytes of both sides; see `Codec.bytes_per_token`."""
         key = self.key_bytes(key_size, element_size) if self.codes_keys else key_size * element_size
         return key + (self.value_bytes(value_size, element_size) if self.codes_values else value_size * element_size)
 
     def sizes_coded(self, key_size: int, value_size: int) -> int:
-        """Channels of a token that are encoded."""
+        """Count the channels of a token that are encoded."""
         return (key_size if self.codes_keys else 0) + (value_size if self.codes_values else 0)
 
 
@@ -413,7 +413,7 @@ def _nothing_to_code(codec: object, side: Sides, asked: str) -> ValueError:
 
 
 def refuse_non_finite(codec: str, keys: Tensor, values: Tensor, why: str) -> None:
-    """Raises `CacheMisuse` for NaN or infinity in keys (m, s, d) or values (m, s, dv); `why` completes the sentence."""
+    """Raise `CacheMisuse` for NaN or infinity in keys (m, s, d) or values (m, s, dv); `why` ends the sentence."""
     for name, states in (("keys", keys), ("values", values)):
         said = (
             f"{codec} was given {name} of shape {tuple(states.shape)} with NaN or infinity, {why}; check the "

@@ -49,7 +49,7 @@ class IndexedSegment(Segment):
 
     @classmethod
     def of(cls, layout: Layout, page: int, keys: Tensor, values: Tensor) -> IndexedSegment:
-        """Makes the bounds of keys (m, s, d), and holds them with the keys and values (m, s, dv)."""
+        """Make the bounds of keys (m, s, d), and hold them with the keys and values (m, s, dv)."""
         missing = -keys.shape[1] % page
         padded = torch.cat([keys, keys[:, -1:].expand(-1, missing, -1)], 1) if missing else keys
         paged = padded.unflatten(1, (-1, page))

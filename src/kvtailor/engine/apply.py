@@ -526,7 +526,7 @@ def _mass(held: Held, cuts: Sequence[Cut]) -> tuple[Tensor, ...] | None:
 def encode_tail(
     state: LayerState, plan: Plan, new_tokens: int, real: Tensor | None, late: LateChecks | None = None
 ) -> None:
-    """Encodes the oldest tokens of a layer's tail. Then, and after an eviction, what has grown old is encoded anew.
+    """Encode the oldest tokens of a layer's tail; then, and after an eviction, encode anew what has grown old.
 
     Layers that are encoded together all do it at the call of the last one.
 

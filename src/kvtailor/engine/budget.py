@@ -56,7 +56,7 @@ class CacheShape:
         return cls(heads=heads, key_size=key_size, value_size=value_size, element_size=element_size, rows=rows)
 
     def sizes(self) -> tuple[int, int, int]:
-        """d, dv and the bytes of an element."""
+        """Return d, dv and the bytes of an element."""
         return self.key_size, self.value_size, self.element_size
 
 
@@ -76,7 +76,7 @@ class Budget:
 
 
 def no_bytes(element_size: int) -> int:
-    """0: no other layers hold anything."""
+    """Return 0: no other layers hold anything."""
     return 0
 
 
@@ -110,7 +110,7 @@ def total_tokens(
     other_bytes: int = 0,
     shapes: Sequence[CacheShape] = (),
 ) -> Tensor:
-    """Tokens that each row may hold, over all compressed layers and kv heads.
+    """Return how many tokens each row may hold, over all compressed layers and kv heads.
 
     Args:
         plan: with one of `tokens`, `keep`, `bytes`, or an attention that says what to hold.
@@ -141,7 +141,7 @@ def total_tokens(
 
 
 def recent_tokens(plan: Plan, each: Tensor) -> Tensor:
-    """(b,) int64 on the CPU: the newest tokens that all heads of a row keep whatever their scores.
+    """Return how many of the newest tokens all heads of a row keep whatever their scores, (b,) int64 on the CPU.
 
     They are the score's own (`Scorer.recent`), and never more than the budget pays for.
 
@@ -163,7 +163,7 @@ def waiting_tokens(plan: Plan, codec: Codec) -> int:
 
 
 def only_recent(*, seen: int | None, held: int, recent: int) -> str:
-    """What a budget of `held` tokens per kv head means where the score always keeps `recent` newest, at least as many.
+    """Describe a budget of `held` tokens per kv head where the score always keeps `recent` newest, at least as many.
 
     A sentence without its subject, the plan. `seen` None: of any prompt that is longer.
     """

@@ -315,12 +315,12 @@ class Engine:
 
     @property
     def given_dtype(self) -> torch.dtype | None:
-        """Of what the model makes, where that is not how it is held."""
+        """The dtype of what the model makes, where keys and values are held in another one; else None."""
         return None if self.stored_dtype is None else torch.float32
 
     @property
     def listens(self) -> bool:
-        """Whether what new tokens attend to while decoding is evidence that a later eviction may need."""
+        """Whether a later eviction may need what decoded tokens attend to."""
         return self.needs.mass or self._listens_to_queries
 
     @property

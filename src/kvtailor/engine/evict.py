@@ -50,10 +50,10 @@ class Candidate:
         scores: (b, h, n) float32, -inf where no token is, +inf for tokens that must stay; of this process's heads.
         counts: (b, H) int64 on the CPU: tokens held, by all heads of the layer, whichever process has them.
         floor: (b, H) int64 on the CPU: tokens that must stay.
-        sure: `counts` and `floor` follow from what the host knows: the newest columns, as many as every row must keep,
-            are there in all heads.
+        sure: the host knows `counts` and `floor` without asking the device: all heads hold the newest columns that
+            must stay.
         measured: what the allocator measured of this layer.
-        remembered: scores (b, h, n) or notes, and columns, for the scorer's next look; None where it looks not back.
+        remembered: scores (b, h, n) or notes, and their columns, which the scorer wants next time; None: it does not.
         view: what `view_held` shows of the layer; None where it waits for others, so that not all are unfolded at once.
         cut_before: it was cut before in the same eviction (scope "progressive").
     """

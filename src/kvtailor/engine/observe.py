@@ -34,7 +34,7 @@ def observe(
     rotation: Rotation | None = None,
     others: Sequence[tuple[Tensor, int]] = (),
 ) -> Evidence:
-    """The evidence after one forward.
+    """Return the evidence after one forward.
 
     Queries of other modules that read the same layer (`others`) join its window and its moments. Samples are of its own
     queries, as many as were asked for.
@@ -78,7 +78,7 @@ def observe(
 
 
 def windowed(window: int, evidence: Evidence, query: Tensor, first_column: int) -> Evidence:
-    """The evidence with the newest `window` queries, those (b, q, t, d) of this forward among them; see `observe`."""
+    """Return the evidence with the newest `window` queries, those (b, q, t, d) of this forward included."""
     count, end, before = query.shape[2], first_column + query.shape[2], evidence.queries
     new = query.detach() if query.requires_grad else query
     new = new if count <= window else new[:, :, -window:]

@@ -175,7 +175,7 @@ class PhaseSwitch:
         self.now = Recording(prompt)
 
     def go_on_recording(self) -> None:
-        """Record from now on, or go on with the recording that there is: what a single layer can say."""
+        """Record from now on, or go on with the recording that there is; a single layer can ask for it."""
         if not isinstance(self.now, Recording):
             self.record()
 

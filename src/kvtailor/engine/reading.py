@@ -108,7 +108,7 @@ class ReconstructionPass:
     def attend(
         self, state: LayerState, passing: PlainSegment, query: Tensor, visible: Visibility, scaling: float
     ) -> Tensor:
-        """Exact attention (b, q, t, dv) of the new tokens over all that a layer holds, all of it still in its tail.
+        """Return the exact attention (b, q, t, dv) of new tokens over all that a layer holds, still in its tail.
 
         What they look at goes into `state.observed.reconstruction`, and some of them into `state.observed.repeated`;
         nothing else changes.

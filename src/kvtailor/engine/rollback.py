@@ -48,19 +48,19 @@ def speculating(engine: Engine) -> Iterator[None]:
 
 
 def settle(engine: Engine) -> None:
-    """Does what was put off for all tokens that were not taken back."""
+    """Do what was put off for all tokens that were not taken back."""
     for state in engine.states:
         engine.commit(state, rejected=0)
 
 
 def tokens_until_action(engine: Engine) -> int | None:
-    """See `LayerState.tokens_until_action`, of all layers."""
+    """Return the least `LayerState.tokens_until_action` of all layers."""
     counts = [count for state in engine.states if (count := state.tokens_until_action(engine.plan)) is not None]
     return min(counts) if counts else None
 
 
 def take_back(engine: Engine, state: LayerState, count: int) -> None:
-    """Forgets the newest tokens of recorded forwards while the cache speculates, and waits for what follows."""
+    """Forget the newest tokens of recorded forwards while the cache speculates, and wait for what follows."""
     check_crop(engine, state, count)
     pending = state.pending
     if count == 0 or pending is None:
@@ -79,7 +79,7 @@ def take_back(engine: Engine, state: LayerState, count: int) -> None:
 
 
 def prompt_of(engine: Engine, state: LayerState, new: int) -> int:
-    """How many of the new tokens are a prompt or plain ones; the rest is a draft. The same for every layer."""
+    """Return how many of the new tokens are a prompt or plain ones; the rest is a draft. The same for every layer."""
     phase = engine.phase
     if isinstance(phase, Speculating):
         return new
@@ -96,7 +96,7 @@ def prompt_of(engine: Engine, state: LayerState, new: int) -> int:
 
 
 def check_draft(engine: Engine, state: LayerState, tokens: int) -> None:
-    """Raises where layers that act at the same time would have to do so in the midst of recorded tokens."""
+    """Raise where layers that act at the same time would have to do so in the midst of recorded tokens."""
     if not isinstance(engine.phase, Recording) or state.pending is not None or not state.stored.seen:
         return
     # What several layers do at once: they evict where they share a budget, and encode where they share a segment.
@@ -119,7 +119,7 @@ def attend_draft(
     visible: Visibility,
     scaling: float,
 ) -> Tensor:
-    """Takes the tokens of a recorded forward as decoded ones, and gives their attention.
+    """Take the tokens of a recorded forward as decoded ones, and return their attention.
 
     Where the plan evicts or encodes after some of them, it does so before the next is read, as in plain decoding.
 
@@ -146,7 +146,7 @@ def attend_draft(
 
 
 def check_crop(engine: Engine, state: LayerState, count: int) -> None:
-    """Raises where the newest tokens of a layer cannot be taken back. Nothing is changed."""
+    """Raise where the newest tokens of a layer cannot be taken back. Nothing is changed."""
     waiting = state.draft or state.pending
     if isinstance(engine.phase, Speculating):
         if count and (state.pending is None or count > state.pending.tokens):
@@ -162,7 +162,7 @@ def check_crop(engine: Engine, state: LayerState, count: int) -> None:
 
 
 def crop(engine: Engine, state: LayerState, count: int) -> None:
-    """Ends a recorded forward: forgets its last `count` tokens, then does what was put off for the rest."""
+    """End a recorded forward: forget its last `count` tokens, then do what was put off for the rest."""
     check_crop(engine, state, count)
     draft = state.draft
     if draft is None or draft.before is None or not count:

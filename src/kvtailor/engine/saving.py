@@ -235,7 +235,7 @@ class HeadsOf:
     count: int
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """(b, count * g, ...) of these heads, or of their query heads, from (b, heads * g, ...)."""
+        """Return (b, count * g, ...) of these heads, or of their query heads, from (b, heads * g, ...)."""
         each = tensor.shape[1] // self.state.heads
         return tensor[:, self.first * each : (self.first + self.count) * each]
 

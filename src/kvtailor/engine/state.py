@@ -318,7 +318,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """Forwards whose last tokens may yet be taken back: their queries, and what the attention had carried before.
+    """Recorded forwards whose last tokens a crop may take back.
 
     Attributes:
         query: (b, q, t, d) post-RoPE.
@@ -340,7 +340,7 @@ class Pending:
         return self.query.shape[2]
 
     def followed_by(self, query: Tensor, visible: Visibility, others: Sequence[Reading] = ()) -> Pending:
-        """The same and the next forward, with queries (b, q, t, d), as if all had come at once."""
+        """Return the same and the next forward, with queries (b, q, t, d), as if all had come at once."""
         joined = visible.with_earlier(self.tokens)
         both = tuple(old.and_next(new) for old, new in zip(self.others, others, strict=True))
         return replace(self, query=torch.cat([self.query, query], 2), visible=joined, others=both)
@@ -379,7 +379,7 @@ class Draft:
         return self.query.shape[2]
 
     def piece(self, first: int, count: int) -> Draft:
-        """`count` of them from `first` on, without `before`."""
+        """Return `count` of them from `first` on, without `before`."""
         last = self.tokens - first - count
         return Draft(
             keys=self.keys[:, :, first : first + count],
@@ -392,7 +392,7 @@ class Draft:
 def encoded(
     parts: Sequence[PlainSegment], codec: Codec, first: Tensor | None, *, newest: int | None = None, seen: int = 0
 ) -> Sequence[Segment]:
-    """The segments of a group of layers, see `Codec.layer_groups`.
+    """Return the segments of a group of layers, see `Codec.layer_groups`.
 
     Args:
         parts: the same tokens of each layer.
@@ -472,7 +472,7 @@ class LayerState:
         model: what belongs to the model.
         pending: recorded forwards that wait for a crop.
         draft: all tokens of the recorded forward that waits, where they are decoded ones.
-        unsteady: segments that `engine.steady` has found to be decoded to be read, so that it need not look again.
+        unsteady: segments that `engine.steady` cannot read as they are stored, so that it need not look again.
         layer_group: the layers whose tokens are encoded at once, this one among them; none where it is alone.
     """
 
@@ -501,7 +501,7 @@ class LayerState:
         return 0 if self.stored.tail is None else self.stored.tail.heads
 
     def codec(self, plan: Plan) -> Codec:
-        """The plan's codec, as it is on this layer."""
+        """Return the plan's codec, as it is on this layer."""
         if self._codec is None:
             context = CodecContext(
                 layer=self.index,
@@ -517,7 +517,7 @@ class LayerState:
         return self._codec
 
     def encoder(self, plan: Plan, first: Tensor | None) -> Codec:
-        """The same with the queries that it needs; `first` (b,) is the column of each row's first real token."""
+        """Return the codec with the queries that it needs; `first` (b,) is each row's first real column."""
         codec, queries, columns = self.codec(plan), self.observed.evidence.queries, self.observed.evidence.columns
         if not codec.needs.window or queries is None or columns is None:
             return codec
@@ -525,7 +525,7 @@ class LayerState:
         return codec.seeing(queries, self.heads, valid)
 
     def sizes(self) -> tuple[int, int, int]:
-        """d, dv and the bytes of an element, of the newest token."""
+        """Return d, dv and the bytes of an element, of the newest token."""
         assert self.stored.tail is not None
         segment = self.stored.tail.as_segment()
         return segment.keys.shape[-1], segment.values.shape[-1], segment.keys.element_size()
@@ -541,12 +541,12 @@ class LayerState:
         self._layer_group = tuple(weakref.ref(state) for state in states)
 
     def check_fits(self, keys: Tensor) -> None:
-        """Raises where new keys (b, h, t, d) are of another batch or model than what is held."""
+        """Raise where new keys (b, h, t, d) are of another batch or model than what is held."""
         if self.stored.tail is not None:
             check_rows_and_heads(keys, self.stored.tail.rows, self.stored.tail.heads)
 
     def append(self, keys: Tensor, values: Tensor, *, exactly: bool) -> None:
-        """New keys (b, h, t, d) and values (b, h, t, dv)."""
+        """Let new keys (b, h, t, d) and values (b, h, t, dv) join the tail."""
         self.check_fits(keys)
         if self.stored.tail is None:
             self.stored.tail = Tail(keys.shape[0], keys.shape[1])
@@ -562,24 +562,24 @@ class LayerState:
         self.clock.growth += tokens
 
     def parts(self) -> list[Segment]:
-        """All that is held, in time order, where attention can read it."""
+        """Return all that is held, in time order, where attention can read it."""
         parts = self.here()
         if self.stored.tail is not None and self.stored.tail.length:
             parts.append(self.stored.tail.as_segment())
         return parts
 
     def readable_parts(self) -> list[Segment]:
-        """All that is held, as keys and values: `parts`, but where the layer holds latents."""
+        """Return all that is held as keys and values: `parts`, but where the layer holds latents."""
         parts = self.parts()
         return parts if self.model.latents is None else [as_one_head(part) for part in parts]
 
     def here(self, segments: Sequence[Segment] | None = None) -> list[Segment]:
-        """The segments where they can be read; of this layer at an earlier time where they are given."""
+        """Return the segments where they can be read; those given are of this layer at an earlier time."""
         asked = self.stored.segments if segments is None else segments
         return list(asked) if self.offload is None else self.offload.get(self.index, asked, self.restored)
 
     def put_away(self) -> None:
-        """Nobody changes the segments any more: they go where they live, with those of the layers in its group."""
+        """Send the segments where they live, with those of the layers in its group: nobody changes them any more."""
         group = self.group
         if self.offload is not None and self is group[-1]:
             kept = self.offload.put([each.index for each in group], [each.stored.segments for each in group])
@@ -587,7 +587,7 @@ class LayerState:
                 each.stored.segments = own
 
     def restored(self, name: str, layout: Layout, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Segment:
-        """The segment of this layer that `Segment.state` described; `name` is its codec's."""
+        """Return the segment of this layer that `Segment.state` described; `name` is its codec's."""
         if name == Weighted.codec:
             held = self.restored(fields["codec"], layout, fields["fields"], under("inner.", tensors))
             return Weighted(layout=layout, inner=held, log_weight=tensors["log_weight"])
@@ -597,7 +597,7 @@ class LayerState:
         return self._codec.restore(layout, fields, tensors)
 
     def counts(self, real: Tensor | None = None) -> Tensor:
-        """(b, h) int64 on the CPU: tokens held.
+        """Return how many tokens are held, (b, h) int64 on the CPU.
 
         Args:
             real: (b, columns) bool, False for padding, which is not counted; None: all that is held is.
@@ -623,20 +623,20 @@ class LayerState:
         )
 
     def go_back(self, checkpoint: Checkpoint) -> None:
-        """Become what the layer was. The checkpoint may be used once, since the layer goes on with its parts."""
+        """Restore what the layer was. The checkpoint may be used once, since the layer goes on with its parts."""
         self.stored, self.observed, self.clock = checkpoint.stored, checkpoint.observed, checkpoint.clock
         self.pending = checkpoint.pending
         self.put_away()
 
     def end_draft(self) -> Draft | None:
-        """The draft that waited, which is forgotten here."""
+        """Forget the draft that waited, and return it."""
         draft, self.draft = self.draft, None
         if draft is not None and draft.before is not None and self.offload is not None:
             self.offload.keep(self.index, ())
         return draft
 
     def check_crop(self, count: int, *, exact: bool) -> None:
-        """Raises where the newest tokens cannot be taken back outside of a recorded forward."""
+        """Raise where the newest tokens cannot be taken back outside of a recorded forward."""
         if count == 0 or self.stored.tail is None:
             return
         if not exact or self.stored.seen - count < self.clock.settled_seen or count > self.stored.tail.length:
@@ -647,14 +647,14 @@ class LayerState:
             )
 
     def crop(self, count: int, *, exact: bool) -> None:
-        """Takes back the newest tokens outside of a recorded forward, where that leaves no trace."""
+        """Take back the newest tokens outside of a recorded forward, where that leaves no trace."""
         self.check_crop(count, exact=exact)
         if count and self.stored.tail is not None:
             self.forget_newest(count)
             self.observed.carry = {}
 
     def tokens_until_action(self, plan: Plan) -> int | None:
-        """New tokens, read at once or one by one, after which the plan acts next while it decodes; None: never."""
+        """Return after how many new tokens, at once or one by one, the plan acts next while it decodes; None: never."""
         codec, counts = self.codec(plan), []
         if codec.block and self.stored.tail is not None:
             counts.append(max(1, codec.tail + codec.block - self.stored.tail.length))
@@ -664,13 +664,13 @@ class LayerState:
         return min(counts) if counts else None
 
     def tokens_until_eviction(self, plan: Plan) -> int | None:
-        """The same, until the plan evicts next."""
+        """Return the same, until the plan evicts next."""
         if plan.slack_tokens is None:
             return None
         return 1 if self.clock.evict_at is None else max(1, self.clock.evict_at - self.clock.growth + 1)
 
     def forget_newest(self, count: int) -> None:
-        """Drops the newest tokens, of which nothing but the tail has heard."""
+        """Drop the newest tokens: they are in the tail alone, neither observed nor encoded."""
         if count:
             assert self.stored.tail is not None
             self.stored.tail.crop(count)
@@ -678,7 +678,7 @@ class LayerState:
             self.clock.growth -= count
 
     def select_rows(self, index: Tensor) -> None:
-        """Becomes the layer of a batch made of the rows `index` (k,) int64 of this one."""
+        """Become the layer of a batch made of the rows `index` (k,) int64 of this one."""
         if self.pending is not None:
             raise CacheMisuse("the rows of a cache cannot change between a recorded forward and its crop")
         if self.stored.tail is None:
@@ -695,7 +695,7 @@ class LayerState:
         self.rejoin()
 
     def rejoin(self) -> None:
-        """Puts the segments away; those of layers that are encoded together once the last of them is there to share."""
+        """Put the segments away; those of layers that are encoded together once the last of them is there to share."""
         layers = self.layer_group
         if layers and not self.completes:
             return
@@ -718,11 +718,11 @@ class LayerState:
         return self.layer_group or (self,)
 
     def device_bytes(self) -> int:
-        """What this layer takes on the device, but for segments that are offloaded."""
+        """Return what this layer takes on the device, but for segments that are offloaded."""
         return storage_bytes(tensor for entry in self._own_entries(0) for tensor in entry.tensors.values())
 
     def entries(self, layer: int) -> list[Entry]:
-        """What the ledger lists for this layer, `layer` of the model."""
+        """Return what the ledger lists for this layer, `layer` of the model."""
         offloaded = [] if self.offload is None else self.offload.entries(self.index)
         return self._own_entries(layer) + [replace(entry, layer=layer) for entry in offloaded]
 
@@ -754,7 +754,7 @@ class LayerState:
 
 
 def check_rows_and_heads(keys: Tensor, rows: int, heads: int) -> None:
-    """Raises where new keys (b, h, t, d) are not of the rows and kv heads that are held."""
+    """Raise where new keys (b, h, t, d) are not of the rows and kv heads that are held."""
     if (keys.shape[0], keys.shape[1]) != (rows, heads):
         raise CacheMisuse(
             f"this cache holds {rows} rows of {heads} kv heads, and got new keys of shape {tuple(keys.shape)}; use a "

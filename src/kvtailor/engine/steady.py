@@ -69,7 +69,7 @@ FEWEST = 2
 
 @contextmanager
 def general_way() -> Iterator[None]:
-    """Within it every decoded token goes the general way: to compare the two."""
+    """Let every decoded token go the general way within: to compare the two."""
     token = _GENERAL.set(True)
     try:
         yield
@@ -78,7 +78,7 @@ def general_way() -> Iterator[None]:
 
 
 def goes_generally() -> bool:
-    """Whether that is so here."""
+    """Return whether decoded tokens go the general way here, by `general_way`."""
     return _GENERAL.get()
 
 
@@ -178,7 +178,7 @@ class SteadyLayer:
         return cls(engine, state, step, None if left is None else left - 1)
 
     def holds(self, engine: Engine, state: LayerState) -> bool:
-        """Whether the layer is as it was, and nothing is due after one more token."""
+        """Return whether the layer is as it was, and nothing is due after one more token."""
         stored, tail = state.stored, state.stored.tail
         if tail is None or stored is not self._stored() or tail is not self._tail():
             return False
@@ -264,7 +264,7 @@ def _nothing() -> None:
 
 
 def carried_part(state: LayerState, part: Segment) -> PlainSegment | None:
-    """The first part as the attention carries it; None: it does not."""
+    """Return the first part as the attention carries it; None: it does not."""
     carry = state.observed.carry
     if "first_keys" not in carry or "first_values" not in carry:
         return None
@@ -317,7 +317,7 @@ class SteadyEnds(SteadyLayer):
         return None if step is None else cls(engine, state, step, ends, rotation)
 
     def holds(self, engine: Engine, state: LayerState) -> bool:
-        """See `SteadyLayer.holds`."""
+        """Return the same as `SteadyLayer.holds`."""
         tail, clock = state.stored.tail, state.clock
         # What others hold as well is copied before its first tokens move.
         mine = tail is not None and not tail.shared
@@ -326,7 +326,7 @@ class SteadyEnds(SteadyLayer):
     def take(
         self, state: LayerState, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """See `SteadyLayer.take`."""
+        """Do as `SteadyLayer.take`, and let the oldest token behind the first ones go."""
         stored, ends = state.stored, self._ends
         tail = stored.tail
         assert tail is not None
@@ -475,14 +475,14 @@ class SteadyCodes(SteadyLayer):
         return None if step is None else cls(engine, state, step, left, at, rotation)
 
     def holds(self, engine: Engine, state: LayerState) -> bool:
-        """See `SteadyLayer.holds`."""
+        """Return the same as `SteadyLayer.holds`."""
         clock = state.clock
         return clock.growth == 0 and clock.evict_at == 0 and super().holds(engine, state)
 
     def take(
         self, state: LayerState, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """See `SteadyLayer.take`."""
+        """Do as `SteadyLayer.take`, and let the oldest code behind the first ones go."""
         output = super().take(state, query, keys, values, sinks)
         stored, clock, at = state.stored, state.clock, self._at
         clock.growth, clock.settled_seen = 0, stored.seen

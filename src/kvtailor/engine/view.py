@@ -21,7 +21,7 @@ __all__ = ["by_column", "forget_evicted", "known_counts", "stored_sides", "view_
 def view_held(
     state: LayerState, visible: Visibility, needs: Needs, layers: int, budget: Tensor | None = None
 ) -> tuple[Held, list[Tensor]]:
-    """What the layer holds as padded rows, and where each slot of each part stands in them.
+    """Return what the layer holds as padded rows, and where each slot of each part stands in them.
 
     Args:
         state: of the layer.
@@ -122,7 +122,7 @@ def forget_evicted(state: LayerState, held: Held, keep: Tensor, longest: int) ->
 
 
 def known_counts(held: Held, window: Tensor) -> tuple[Tensor, Tensor] | None:
-    """What the host knows of a layer's numbers of tokens without a look at the device.
+    """Return how many tokens heads hold and must keep, as far as the host knows without a look at the device.
 
     Args:
         held: what `view_held` shows of it.

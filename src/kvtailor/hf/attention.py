@@ -58,7 +58,7 @@ class PlainForwards:
     count: int = 0
 
     def attention_came(self, module: torch.nn.Module, query: Tensor, key: Tensor) -> None:
-        """Counts the attention of a layer over keys (b, h, n, d) without a handle."""
+        """Count the attention of a layer over keys (b, h, n, d) without a handle."""
         mine = getattr(module, "config", None) is self.config
         if mine and getattr(module, "layer_idx", self.layer) == self.layer and key.shape[2] > query.shape[2]:
             self.count += 1
@@ -69,7 +69,7 @@ _COUNTED: list[PlainForwards] = []
 
 @contextmanager
 def counting_plain_forwards(config: Any, layer: int) -> Iterator[PlainForwards]:
-    """Counts them while it is entered."""
+    """Count them while it is entered."""
     found = PlainForwards(config, layer)
     _COUNTED.append(found)
     try:

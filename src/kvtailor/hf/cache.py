@@ -133,7 +133,7 @@ class KvCache(Cache):
         return None
 
     def check_ids(self, input_ids: Tensor) -> None:
-        """Raises where a conversation is not one whose beginning this cache has seen.
+        """Raise where a conversation is not one whose beginning this cache has seen.
 
         `generate()` and sessions call this by themselves. Of what was fed as embeddings, or in a way that shows no ids,
         the cache has the length alone.
@@ -160,7 +160,7 @@ class KvCache(Cache):
         return html_block(repr(self), *parts, self.plan._repr_html_())
 
     def held(self) -> Tensor:
-        """(b, l, h) int64: tokens held by each row, compressed layer and kv head, without padding.
+        """Return how many tokens each row, compressed layer and kv head holds, (b, l, h) int64, without padding.
 
         b is 0 before the first token. Under tensor parallelism the heads are those of this process.
         """
@@ -177,7 +177,7 @@ class KvCache(Cache):
         return Ledger.joined(of_all(self.share, own)) if isinstance(self.share, RankHeads) else own
 
     def ledger(self) -> Ledger:
-        """What this cache costs now, read from its storages.
+        """Return what this cache costs now, read from its storages.
 
         Where the kv heads lie on several processes it is what this one holds, beside its own share of the uncompressed
         cache. So `ratio` is true of this process, and no other need call it; `whole_ledger()` is of all of them.
@@ -214,11 +214,11 @@ class KvCache(Cache):
         )
 
     def traffic(self) -> Traffic:
-        """What has moved between tiers since this cache was made."""
+        """Return what has moved between tiers since this cache was made."""
         return self.engine.offload.traffic()
 
     def save(self, path: Any) -> None:
-        """Writes the compressed cache to one safetensors file; see `kvtailor.load_cache`.
+        """Write the compressed cache to one safetensors file; see `kvtailor.load_cache`.
 
         Where the kv heads lie on several processes, all of them call it, and `path` becomes a folder.
         """
@@ -247,7 +247,7 @@ class KvCache(Cache):
         return other
 
     def reset(self) -> None:
-        """Forgets everything; the cache may then serve another batch of the same model."""
+        """Forget everything; the cache may then serve another batch of the same model."""
         # Refused until the end, should this be interrupted.
         self.guard.break_off("cache.reset() did not come to its end")
         for layer in self.layers:
@@ -257,7 +257,7 @@ class KvCache(Cache):
         self.guard.reset()
 
     def activate_past_recording(self) -> None:
-        """From now on each forward waits for `crop`; transformers' assisted decoding calls it before it begins.
+        """Let each forward from now on wait for `crop`; transformers' assisted decoding calls this before it begins.
 
         On an empty cache the first forward is the prompt, and what comes after it are decoded tokens, however many come
         at once.
@@ -291,7 +291,7 @@ class KvCache(Cache):
             self.take_ids(*ids, at=0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was (beam search)."""
+        """Let row i become what row beam_idx[i] was (beam search)."""
         self._check_rows_may_change()
         with self.guard.changing("a reordering of the rows"):
             super().reorder_cache(beam_idx)
@@ -301,7 +301,7 @@ class KvCache(Cache):
             self._conversation.select_rows(beam_idx.tolist(), seen=self.seen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times, next to itself."""
+        """Repeat each row so many times, next to itself."""
         self._check_rows_may_change()
         rows = self.rows
         with self.guard.changing("a repetition of the rows"):
@@ -312,7 +312,7 @@ class KvCache(Cache):
                 self.guard.real = self.guard.real.repeat_interleave(repeats, 0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows, given as indices or as a boolean mask."""
+        """Keep only these rows, given as indices or as a boolean mask."""
         self._check_rows_may_change()
         chosen = torch.arange(self.rows)[indices.cpu()].tolist()
         with self.guard.changing("a choice of rows"):
@@ -323,7 +323,7 @@ class KvCache(Cache):
                 self.guard.real = self.guard.real[indices.to(self.guard.real.device)]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the newest tokens; `tokens_to_remove` is minus their number."""
+        """Take back the newest tokens; `tokens_to_remove` is minus their number."""
         count = -int(tokens_to_remove)
         if count < 0:
             raise CacheMisuse(f"crop takes minus the number of tokens to remove, and got {-count}")
@@ -359,13 +359,13 @@ class KvCache(Cache):
         return [isinstance(layer, EmptyLayer) for layer in self.layers]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The state of a layer's convolution; None before the first token."""
+        """Return the state of a layer's convolution; None before the first token."""
         self._touch(layer_idx, f"conv.{state_idx}")
         found: Tensor | None = super().get_conv_state(layer_idx, state_idx)
         return found
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The recurrent state of a layer; None before the first token."""
+        """Return the recurrent state of a layer; None before the first token."""
         self._touch(layer_idx, f"recurrent.{state_idx}")
         found: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
         return found
@@ -377,7 +377,7 @@ class KvCache(Cache):
 
     @run_eagerly
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen by a layer."""
+        """Return how many tokens a layer has seen."""
         self.guard.check_whole()
         length, asker = int(super().get_seq_length(layer_idx)), read_asker()
         if isinstance(asker, Positioning):
@@ -445,7 +445,7 @@ class KvCache(Cache):
 
     @run_eagerly
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of a layer's mask, for which a forward asks before its layers.
+        """Return length and offset of a layer's mask, for which a forward asks before its layers.
 
         Raises:
             CacheMisuse: `generate()` found nothing new in its input, or the model would not read this cache as it is.

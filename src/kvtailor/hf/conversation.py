@@ -136,7 +136,7 @@ class Conversation:
         self.newest = None
 
     def append(self, ids: Tensor, real: Tensor | None, *, at: int) -> None:
-        """Takes note of tokens that the cache has seen.
+        """Take note of tokens that the cache has seen.
 
         Args:
             ids: (b, t) token ids.
@@ -162,7 +162,7 @@ class Conversation:
         self.notes = [note for note in self.notes if note[0] + note[1].shape[1] > end]
 
     def check(self, ids: Tensor, *, seen: int, rows: int) -> None:
-        """Raises where ids are not a conversation whose beginning the cache has seen.
+        """Raise where ids are not a conversation whose beginning the cache has seen.
 
         Args:
             ids: (b, n) token ids of a whole conversation.
@@ -201,7 +201,7 @@ class Conversation:
             equal = known.columns
 
     def check_new(self, ids: Tensor, *, seen: int) -> None:
-        """Raises where ids (b, t) that should follow what was seen begin with all of it once more."""
+        """Raise where ids (b, t) that should follow what was seen begin with all of it once more."""
         columns = self.columns
         if columns < max(seen, _NO_CHANCE) or ids.shape[1] <= columns or ids.shape[0] != len(self.known[-1].hashes):
             return
@@ -229,7 +229,7 @@ class Conversation:
             self.real = self.real[:, : self.columns] if self.known else None
 
     def check_rows(self, *, seen: int) -> None:
-        """Raises where it is not known which row of the cache has seen which text."""
+        """Raise where it is not known which row of the cache has seen which text."""
         if self.reordered and seen:
             raise CacheMisuse(
                 f"beam search has left its beams in this cache, which has seen {seen} tokens, in an order that the "
@@ -237,7 +237,7 @@ class Conversation:
             )
 
     def select_rows(self, index: Sequence[int], *, seen: int = 0) -> None:
-        """Becomes the conversation of a batch made of the rows `index` of this one, which has seen so many tokens."""
+        """Become the conversation of a batch made of the rows `index` of this one, which has seen so many tokens."""
         self.reordered = self.reordered or seen > self.columns
         # Rows of tokens that were noted alone are not followed: `take_notes` comes before, or they are unknown.
         self.notes = []
@@ -249,7 +249,7 @@ class Conversation:
 
 
 def check_longer(tokens: int, *, seen: int) -> None:
-    """Raises where a conversation is no longer than what a cache has seen."""
+    """Raise where a conversation is no longer than what a cache has seen."""
     if tokens <= seen:
         found = f"this cache has seen {seen} tokens, and got a conversation of {tokens}"
         raise CacheMisuse(f"{found}. {_OF_TEMPLATES}; else {right_call()}")

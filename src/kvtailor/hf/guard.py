@@ -109,7 +109,7 @@ class CacheGuard:
         return self._now is not None
 
     def reset(self) -> None:
-        """Forgets what was seen, and what went wrong."""
+        """Forget what was seen, and what went wrong."""
         self.real: Tensor | None = None
         self.rope.reset()
         self._alone = Alone()
@@ -280,7 +280,7 @@ class CacheGuard:
         self._alone.refusal = f"{what}: {START_OVER}"
 
     def check_whole(self) -> None:
-        """Raises where the last update was never attended, or a forward or a change did not come to its end."""
+        """Raise where the last update was never attended, or a forward or a change did not come to its end."""
         self._check_not_refused()
         if self._now is None:
             self.end_stale_recording(read_checks=False)
@@ -291,7 +291,7 @@ class CacheGuard:
                 raise CacheMisuse(self._unfinished(now))
 
     def check_settled(self) -> None:
-        """Raises where the cache is in the middle of a forward or a change, or one did not come to its end."""
+        """Raise where the cache is in the middle of a forward or a change, or one did not come to its end."""
         self._check_not_refused()
         now = self._now
         if now is not None:
@@ -301,7 +301,7 @@ class CacheGuard:
         self.end_stale_recording()
 
     def check_opened(self) -> None:
-        """Raises where a plan that reads its context twice would see it only once."""
+        """Raise where a plan that reads its context twice would see it only once."""
         engine = self.engine
         if engine.states and engine.refuses_plain_context:
             raise CacheMisuse(
@@ -311,7 +311,7 @@ class CacheGuard:
             )
 
     def check_padding(self, layer: int, visible: Visibility) -> None:
-        """Raises where a column that was padding is a token now: what was dropped as padding cannot come back.
+        """Raise where a column that was padding is a token now: what was dropped as padding cannot come back.
 
         Asked at the first compressed layer of a forward, before anything changes.
         """
@@ -398,7 +398,7 @@ class CacheGuard:
         )
 
     def end_stale_recording(self, *, read_checks: bool = True) -> None:
-        """Ends a recording that assisted decoding left: transformers gives no sign of its end, so the first use outside
+        """End a recording that assisted decoding left: transformers gives no sign of its end, so the first use outside
         does. Checks that wait for the device are read first, but where nothing is read or changed.
 
         Raises:

@@ -48,7 +48,7 @@ _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @check_call
 def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False, cache_dtype: torch.dtype | None = None) -> KvCache:
-    """A cache that compresses by a plan, to be handed to the model as `cache`.
+    """Make a cache that compresses by a plan, to be handed to the model as `cache`.
 
     ```python
     cache = kvtailor.cache_for(model, "snapkv + adakv @ tokens=1024")
@@ -175,7 +175,7 @@ def checked(model: Any, plan: Plan, geometry: Geometry) -> tuple[list[torch.devi
 
 
 def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device], needs: Needs) -> None:
-    """Gives the layers what their plan needs of calibration files, and `needs` of the model's own modules."""
+    """Give the layers what their plan needs of calibration files, and `needs` of the model's own modules."""
     geometry = cache.geometry
     _calibrate(cache, model, devices)
     if needs.offset:
@@ -206,7 +206,7 @@ def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device], needs: N
 
 
 def _centre(cache: KvCache, model: Any) -> None:
-    """Gives the layers the constant part of their keys; where several processes share the model, warns instead."""
+    """Give the layers the constant part of their keys; where several processes share the model, warn instead."""
     shapes = cache.own_geometry.shapes
     modules, known = modules_by_layer(model, attending=_with_states(cache.geometry)), dict[object, Rotation]()
     biased = []
@@ -255,7 +255,7 @@ def _groups_apart(plan: Plan, devices: Sequence[torch.device]) -> list[str]:
 
 
 def _calibrate(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> None:
-    """Gives the layers of a cache the tensors of the calibration files that its plan reads."""
+    """Give the layers of a cache the tensors of the calibration files that its plan reads."""
     found = calibrations_of(cache.plan, model) if cache.geometry.compressed else {}
     cache.calibrations = tuple(each for of_stage in found.values() for each in of_stage)
     if not found:

@@ -91,7 +91,7 @@ class LazyMask:
         return self.padding[:, : self.first_column + self.new_tokens]
 
     def check_length(self) -> None:
-        """Raises where the 2-D mask does not cover the tokens seen and the new ones."""
+        """Raise where the 2-D mask does not cover the tokens seen and the new ones."""
         assert self.padding is not None
         needed = self.first_column + self.new_tokens
         if self.padding.shape[1] != needed:
@@ -214,7 +214,7 @@ class TensorMask:
 
     @classmethod
     def of(cls, mask: Tensor, new_tokens: int, seen: int) -> TensorMask:
-        """Checks a user's mask.
+        """Check a user's mask.
 
         Args:
             mask: 4-D, bool (True: may see) or additive (0 or above: may see).

@@ -89,7 +89,7 @@ class _Switched:
         self.masks: dict[int, _Twice] = {}
 
     def give_back(self) -> None:
-        """Puts the names back, unless a cache is alive, a forward is under way, or another name has been set since."""
+        """Put the names back, unless a cache is alive, a forward is under way, or another name has been set since."""
         if self._exits():
             return
         with _turn:
@@ -114,7 +114,7 @@ def _references(value: Any, at_end: Callable[[], None]) -> _Twice:
 
 
 def _give_back_late() -> None:
-    """Gives back what was to be given back, and was interrupted."""
+    """Give back what was to be given back, and was interrupted."""
     for record in list(_switched.values()):
         if record.lease is not None and record.lease[0]() is None:
             record.give_back()

@@ -154,7 +154,7 @@ class AsymKV(Merger):
 
 
 def _put(states: Tensor, merged: Tensor, takes: Tensor) -> None:
-    """Puts the merged states (k, c) float32 in place of those (k, c) that take others in (k,)."""
+    """Put the merged states (k, c) float32 in place of those (k, c) that take others in (k,)."""
     states.copy_(torch.where(takes[:, None], merged.to(states.dtype), states))
 
 

@@ -52,7 +52,7 @@ class Merger(Method, ABC):
 
     @abstractmethod
     def merge(self, held: Held, keep: Tensor, into: Tensor) -> Merged | None:
-        """What the kept tokens become, at a cut that drops at least one token.
+        """Return what the kept tokens become, at a cut that drops at least one token.
 
         Args:
             held: what is held, as scorers see it. Tokens with `valid` False are padding and take no part. Of it `kept`
@@ -66,7 +66,7 @@ class Merger(Method, ABC):
         """
 
     def flops(self, *, tokens: int, kept: int, group: int, size: int) -> int | None:
-        """What one call of `merge` computes for one row and kv head, counted as in `Scorer.flops`; None: not known.
+        """Count what one call of `merge` computes for one row and kv head, as `Scorer.flops` counts; None: not known.
 
         Args:
             tokens: n, tokens held.

@@ -165,7 +165,7 @@ def _address(mapping: mmap.mmap) -> int:
 
 
 def _advise(mapping: mmap.mmap, first: int, size: int) -> None:
-    """Asks for huge pages in `size` bytes from byte `first` of a mapping on.
+    """Ask for huge pages in `size` bytes from byte `first` of a mapping on.
 
     Raises:
         OSError: the system refuses.

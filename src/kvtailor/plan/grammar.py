@@ -101,7 +101,7 @@ class _Unreadable(Exception):
 
 
 def read_line(text: str, faults: list[str]) -> Line:
-    """Reads `snapkv(window=32) + kivi(bits=4) @ tokens=1024, slack=64`; mistakes go to `faults`.
+    """Read `snapkv(window=32) + kivi(bits=4) @ tokens=1024, slack=64`; mistakes go to `faults`.
 
     What is too long or too deep to be a plan is one fault, and nothing of it is read.
     """

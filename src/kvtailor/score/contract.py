@@ -69,7 +69,7 @@ class Scorer(Method, ABC):
         return min(self.recent, kept)
 
     def note(self, held: Held) -> Tensor:
-        """What is to be known of each held token at the next eviction, for a scorer whose `needs` have notes.
+        """Return numbers about each held token that the next eviction will need; for scorers whose `needs` have notes.
 
         It is asked before `score`, which finds it as `held.noted`; that of the eviction before is `held.previous`.
 
@@ -80,10 +80,10 @@ class Scorer(Method, ABC):
 
     @abstractmethod
     def score(self, held: Held) -> Tensor:
-        """(b, h, n) float32; finite wherever `held.valid`, anything elsewhere."""
+        """Return (b, h, n) float32 scores; finite wherever `held.valid`, anything elsewhere."""
 
     def attention_scale(self, held: Held, *, group: int) -> Tensor | None:
-        """What a row's scores must be divided by to be attention probabilities of one query; None: they are none.
+        """Return what divides a row's scores so that they are one query's attention probabilities; None: nothing does.
 
         A sum over w queries and g query heads has the scale w * g, a mean has 1. Published constants that stand beside
         an attention probability, as the epsilon of `critical`, are multiplied by it. Tokens that a scorer lifts above
@@ -99,7 +99,7 @@ class Scorer(Method, ABC):
         return None
 
     def flops(self, *, tokens: int, group: int, size: int) -> int | None:
-        """What one call of `score` computes for one row and kv head; None: not known, which does not mean zero.
+        """Count what one call of `score` computes for one row and kv head; None: not known, which does not mean zero.
 
         One addition, multiplication, division or exponential of floating-point numbers counts as one, and so a
         multiply-add as two. Comparisons, conversions, copies and integer arithmetic count as none, and neither does

@@ -32,7 +32,7 @@ class Selector(Method, ABC):
 
     @abstractmethod
     def select(self, scores: Tensor, budgets: Tensor) -> Tensor:
-        """The kept set.
+        """Return the kept set.
 
         Args:
             scores: (b, h, n) float32, -inf where no token is, +inf for tokens that must stay.
@@ -44,7 +44,7 @@ class Selector(Method, ABC):
         """
 
     def flops(self, *, tokens: int) -> int | None:
-        """What one call of `select` computes for one row and kv head, counted as in `Scorer.flops`; None: not known.
+        """Count what one call of `select` computes for one row and kv head, as `Scorer.flops`; None: not known.
 
         Args:
             tokens: n, tokens held.

@@ -28,23 +28,23 @@ class Reader(Protocol):
         ...
 
     def read(self, tokens: Tensor, keep: int) -> Tensor:
-        """Reads new tokens (b, t) and gives the logits (b, keep, v) after the last `keep` of them."""
+        """Read new tokens (b, t) and return the logits (b, keep, v) after the last `keep` of them."""
         ...
 
     def retract(self, length: int) -> None:
-        """Forgets what it has read beyond so many columns, which must have come since `settle`."""
+        """Forget what was read beyond so many columns, which must have come since `settle`."""
         ...
 
     def settle(self) -> None:
-        """What has been read stays: the plan may now evict and encode it."""
+        """Keep what has been read: the plan may now evict and encode it."""
         ...
 
     def tokens_until_action(self) -> int | None:
-        """Tokens that, read at once, are read as they would be one by one; None: any number."""
+        """Return how many tokens, read at once, are read as they would be one by one; None: any number."""
         ...
 
     def wait(self) -> None:
-        """Returns when the device has finished its work, so that times are right."""
+        """Return when the device has finished its work, so that times are right."""
         ...
 
 
@@ -73,11 +73,11 @@ class Rule(ABC):
 
     @abstractmethod
     def pick(self, prediction: Tensor) -> Tensor:
-        """(...) int64 a token for each."""
+        """Return a token for each, (...) int64."""
 
     @abstractmethod
     def judge(self, target: Tensor, proposal: Proposal) -> Judged:
-        """Accepts a run of drafted tokens from the first on, so that what is emitted is distributed as the target's.
+        """Accept a run of drafted tokens from the first on, so that what is emitted is distributed as the target's.
 
         Args:
             target: (b, k + 1, ...) the target's prediction at each drafted token's place, and after all of them.
@@ -90,15 +90,15 @@ class Draft(ABC):
 
     @abstractmethod
     def propose(self, ids: Tensor, count: int) -> Proposal:
-        """At most `count` tokens, at least one, to follow the columns `ids`; each drawn from its prediction."""
+        """Draft one to `count` tokens that follow the columns `ids`, each drawn from its prediction."""
 
     @abstractmethod
     def retract(self, length: int) -> None:
-        """Forgets what it has read beyond the first so many columns, which were right."""
+        """Forget what was read beyond the first so many columns, which were right."""
 
     @abstractmethod
     def settle(self) -> None:
-        """What it has read stays."""
+        """Keep what was read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class Measured:
     acceptance: float | None = None
 
     def gain(self, count: int) -> float | None:
-        """Speed over plain decoding with so many drafted tokens at once; None where a cost is not known.
+        """Return the speed over plain decoding with so many drafted tokens at once; None where a cost is not known.
 
         A run of geometrically distributed length: (1 - a^(k+1)) / (1 - a) tokens for k drafts and a verification,
         whose cost grows linearly from that of a plain token.
@@ -139,4 +139,4 @@ class Lookahead(ABC):
 
     @abstractmethod
     def length(self, measured: Measured) -> int:
-        """k, at least 1."""
+        """Return how many tokens to draft, at least 1."""

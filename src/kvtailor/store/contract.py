@@ -44,7 +44,7 @@ class Traffic:
     seconds_waited: float = 0.0
 
     def as_dict(self) -> dict[str, float]:
-        """For JSON."""
+        """Return the numbers for JSON."""
         return asdict(self)
 
 
@@ -67,7 +67,7 @@ class Placed(Segment):
         self._refuse()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those of the layout, which stays with the layer."""
+        """Return the tensors of the layout, which stays with the layer."""
         return self.layout.tensors()
 
     def closed_form_bytes(self) -> int:
@@ -82,7 +82,7 @@ class OffloadStore(ABC):
 
     @abstractmethod
     def get(self, layer: int, segments: Sequence[Segment], restore: Restore) -> list[Segment]:
-        """The segments of a layer where attention can read them, encoded as they were.
+        """Return the segments of a layer where attention can read them, encoded as they were.
 
         Args:
             layer: 0-based among the layers that the plan compresses.
@@ -95,7 +95,7 @@ class OffloadStore(ABC):
 
     @abstractmethod
     def put(self, layers: Sequence[int], held: Sequence[list[Segment]]) -> list[list[Segment]]:
-        """All segments of layers that are encoded together (or of one that is not), as the layers keep them.
+        """Take all segments of layers that are encoded together (or of one), and return what the layers keep of them.
 
         What was held for these layers before and is not among these is forgotten.
 
@@ -105,34 +105,34 @@ class OffloadStore(ABC):
 
     @abstractmethod
     def prefetch(self, layer: int) -> None:
-        """Begins to fetch what will be read after a layer."""
+        """Begin to fetch what will be read after a layer."""
 
     @abstractmethod
     def rest(self) -> None:
         """End of reading: what does not stay on the device leaves it."""
 
     def keep(self, layer: int, segments: Sequence[Segment]) -> None:  # noqa: B027
-        """These segments of a layer may be read again, whatever is put away meanwhile. An empty sequence ends this."""
+        """Keep segments of a layer readable, whatever is put away meanwhile. An empty sequence ends this."""
 
     def entries(self, layer: int) -> list[Entry]:
-        """What the ledger lists for a layer's `Placed` segments, their layouts left out."""
+        """Return what the ledger lists for a layer's `Placed` segments, their layouts left out."""
         return []
 
     def device_bytes(self) -> int:
-        """Bytes on the device of what is `Placed`, and of what is on its way there."""
+        """Return the bytes on the device of what is `Placed`, and of what is on its way there."""
         return 0
 
     def stays(self, sizes: Sequence[int]) -> frozenset[int]:
-        """Which of the groups would stay on the device all the time, if they took these bytes."""
+        """Return which of the groups would stay on the device all the time, if they took these bytes."""
         return frozenset(range(len(sizes)))
 
     def traffic(self) -> Traffic:
-        """What has moved so far."""
+        """Return what has moved so far."""
         return Traffic()
 
     @abstractmethod
     def reset(self) -> None:
-        """Forgets all segments."""
+        """Forget all segments."""
 
 
 class Placement(Method, ABC):
@@ -165,12 +165,12 @@ class Placement(Method, ABC):
         return not self.moves and not self.block and self.limit is None
 
     def refusal(self, device: torch.device) -> str | None:
-        """Why a model on a device cannot be served, as a sentence that begins with the method's name; None: it can."""
+        """Return why a model on a device cannot be served, a sentence that begins with the method's name, or None."""
         return None
 
     @abstractmethod
     def open(self, groups: Sequence[Sequence[int]]) -> OffloadStore:
-        """An empty store for one cache.
+        """Return an empty store for one cache.
 
         Args:
             groups: the layers that the plan compresses, ascending; those that are encoded together in one group.

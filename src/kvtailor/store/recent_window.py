@@ -67,7 +67,7 @@ class Tail:
         return copy.copy(self)
 
     def append(self, keys: Tensor, values: Tensor, column: int, *, exactly: bool = False) -> None:
-        """Adds new tokens.
+        """Add new tokens.
 
         Args:
             keys: (b, h, t, d). values: (b, h, t, dv).
@@ -102,12 +102,12 @@ class Tail:
         self._grow(capacity_for(self.length + 1), self._keys, self._values)
 
     def filled(self, tokens: int, column: int) -> None:
-        """Counts tokens that were written into its free slots from outside, at the columns from `column` on."""
+        """Count tokens that were written into its free slots from outside, at the columns from `column` on."""
         self._comes(column)
         self._came(tokens, column)
 
     def moved_on(self, first: int) -> None:
-        """Counts one token that was written into a free slot from outside, and its column.
+        """Count one token that was written into a free slot from outside, and its column.
 
         For it the oldest behind the `first` tokens is forgotten, over which these were moved from outside, too.
         """
@@ -155,7 +155,7 @@ class Tail:
         self._run, self._anchor = run, anchor
 
     def drop_behind(self, first: int, count: int) -> None:
-        """Forgets `count` tokens behind the `first` ones, which move up to the rest: no other token does.
+        """Forget `count` tokens behind the `first` ones, which move up to the rest: no other token does.
 
         The slots that get free so are in front, and counted, until the buffer grows the next time.
         """
@@ -175,7 +175,7 @@ class Tail:
         self._begin_later(first, count)
 
     def _begin_later(self, first: int, count: int) -> None:
-        """Forgets so many slots in front: behind them the `first` tokens follow, which have just been moved."""
+        """Forget so many slots in front: behind them the `first` tokens follow, which have just been moved."""
         assert self._keys is not None and self._values is not None
         self._keys, self._values = self._keys[:, count:], self._values[:, count:]
         if self._positions is not None:
@@ -187,7 +187,7 @@ class Tail:
         self._anchor = min(self._anchor, first)
 
     def drop_oldest(self, count: int) -> None:
-        """Forgets the oldest tokens, whose block has just been encoded, and their memory."""
+        """Forget the oldest tokens, whose block has just been encoded, and their memory."""
         if self._keys is None or self._values is None:
             return
         if count == self.length:
@@ -213,7 +213,7 @@ class Tail:
         self._made_anew()
 
     def crop(self, count: int) -> None:
-        """Forgets the newest tokens. The buffer stays: the next tokens take its slots."""
+        """Forget the newest tokens. The buffer stays: the next tokens take its slots."""
         if count > self.length:
             raise ValueError(f"cannot forget {count} tokens of a tail that holds {self.length}")
         self.length -= count
@@ -228,7 +228,7 @@ class Tail:
         self.length = 0
 
     def select_rows(self, index: Tensor) -> None:
-        """Becomes the tail of a batch made of the rows `index` (k,) of this one."""
+        """Become the tail of a batch made of the rows `index` (k,) of this one."""
         if self._keys is not None:
             segment = self.as_segment().rows(index)
             self._keys, self._values = segment.keys.contiguous(), segment.values.contiguous()

@@ -196,7 +196,7 @@ def checked_segment(method: object, found: object, kind: type[Segment], layout: 
 
 
 def check_attended(method: object, found: object, query: Tensor, parts: Sequence[Segment], *, want_mass: bool) -> None:
-    """Raises `MethodError` where an attention gives no output for each query, or no mass for each slot.
+    """Raise `MethodError` where an attention gives no output for each query, or no mass for each slot.
 
     Args:
         method: the attention.

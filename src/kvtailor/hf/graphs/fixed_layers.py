@@ -68,7 +68,7 @@ class FixedLayer(CacheLayerMixin):
         """Nothing is left to do."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Writes keys and values (b, h, 1, d) into the slot of now; gives the handle for the attention."""
+        """Write keys and values (b, h, 1, d) into the slot of now; gives the handle for the attention."""
         for side, states in zip(self.growing.decode(), (key_states, value_states), strict=True):
             side.index_copy_(1, self.slot, states.to(side.dtype).reshape(side.shape[0], 1, -1))
         if self.real is not None:
@@ -144,7 +144,7 @@ class Ring:
         return torch.nn.functional.pad(real, (0, self.whole.layout.size - self.held), value=True)
 
     def land(self, steps: int) -> None:
-        """Gives the layer what is in the window after so many steps, in the order of time."""
+        """Give the layer what is in the window after so many steps, in the order of time."""
         layer, layout = self.layer, self.whole.layout
         count = min(self.held + steps, layout.size - 1)
         newest = self.held + steps - count

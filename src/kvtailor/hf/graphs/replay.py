@@ -140,7 +140,7 @@ class Replay:
         return logits
 
     def land(self) -> None:
-        """Tells the cache what has come, and lets the plan act. No step may follow."""
+        """Tell the cache what has come, and let the plan act. No step may follow."""
         self._replayed, self.left = None, 0
         replaying = isinstance(self._engine.phase, Replaying)
         self._phase.close()
@@ -171,7 +171,7 @@ class Replay:
             self.done = 0
 
     def drop(self) -> None:
-        """Forgets what has come, of a cache that forgets everything. No step may follow."""
+        """Forget what has come, of a cache that forgets everything. No step may follow."""
         self._replayed, self.left, self.done, self.landed = None, 0, 0, True
         self._phase.close()
 
@@ -188,7 +188,7 @@ class Replay:
         return FixedLayer(layer, attention, parts, filled, whole.layout.size + 1, self._rule_of(parts))
 
     def _count(self, layers: Sequence[FixedLayer]) -> None:
-        """Gives the layers the counters of how far they are filled."""
+        """Give the layers the counters of how far they are filled."""
         self._turns = torch.tensor([each.turn for each in layers], dtype=torch.int32, device=self.device)[:, None]
         self._slots = torch.tensor([each.filled for each in layers], device=self.device)[:, None]
         # Layers may have other numbers of heads: a row is as long as the most lanes are.

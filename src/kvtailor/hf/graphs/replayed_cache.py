@@ -117,7 +117,7 @@ class ReplayedCache(KvCache):
         self.open_steps.rows_changed()
 
     def reset(self) -> None:
-        """Forgets everything; the cache may then serve another batch of the same model."""
+        """Forget everything; the cache may then serve another batch of the same model."""
         self.open_steps.drop()
         super().reset()
 

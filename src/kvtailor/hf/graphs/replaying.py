@@ -68,7 +68,7 @@ class Replays:
         return self.now.step(tokens)
 
     def land(self) -> None:
-        """Tells the cache what has come; another step may follow."""
+        """Tell the cache what has come; another step may follow."""
         if self.now is not None:
             self.now.land()
             self.now = None
@@ -126,7 +126,7 @@ class ReplayingReader(CacheReader):
 
 @torch.inference_mode()
 def greedy(model: Any, cache: KvCache, following: Tensor, tokens: int) -> None:
-    """Feeds so many tokens, of which `following` (b, 1) are the first and each other is the likeliest, by replays.
+    """Feed so many tokens, of which `following` (b, 1) are the first and each other is the likeliest, by replays.
 
     Raises:
         UnsupportedModel: see `Replays`.

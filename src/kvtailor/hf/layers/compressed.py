@@ -84,7 +84,7 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
 
     @run_eagerly
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Takes new keys (b, h, t, d) and values, and gives the handle by which the attention finds this layer."""
+        """Take new keys (b, h, t, d) and values, and return the handle by which the attention finds this layer."""
         steady = self.steady
         if steady is not None and steady.step.takes(key_states, value_states):
             self.guard.update_begins(self.layer_idx)
@@ -156,7 +156,7 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
         self.guard.nothing_changed(self.layer_idx)
 
     def check_model(self, module: torch.nn.Module) -> None:
-        """Raises where another model's attention layer calls than the one that this layer belongs to."""
+        """Raise where another model's attention layer calls than the one that this layer belongs to."""
         index = self._reading_layer(module)
         known = self._modules.get(index)
         bound = None if known is None else known()
@@ -337,7 +337,7 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
         return visible
 
     def _check_recorded(self, visible: Visibility) -> None:
-        """Raises where assisted decoding feeds its prompt to a cache that has seen it, as transformers' does."""
+        """Raise where assisted decoding feeds its prompt to a cache that has seen it, as transformers' does."""
         before, self.recorded_after = self.recorded_after, 0
         if 0 < before < visible.new_tokens and visible.real is None:
             raise CacheMisuse(
@@ -365,13 +365,13 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def reset(self) -> None:
-        """Forgets everything; the layer may then serve another batch."""
+        """Forget everything; the layer may then serve another batch."""
         self._read, self._repeated, self.steady, self.arriving_for = [], None, None, None
         self.arriving, self.is_initialized = None, False
         self.state.reset()
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Takes back the newest tokens; a recorded forward is then compressed.
+        """Take back the newest tokens; a recorded forward is then compressed.
 
         Args:
             tokens_to_remove: minus the number of tokens, 0 to take back none.

@@ -32,7 +32,7 @@ class LatentLayer(CompressedLayer):
 
     @run_eagerly
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Takes new latents (b, 1, t, r) and rotated keys (b, 1, t, e), and gives NaN for the module to expand."""
+        """Take new latents (b, 1, t, r) and rotated keys (b, 1, t, e), and return NaN for the module to expand."""
         # The module would cast the rotated keys to the latents' dtype where it joins them.
         return super().update(key_states, value_states.to(key_states.dtype), *args, **kwargs)
 
@@ -68,7 +68,7 @@ class LatentLayer(CompressedLayer):
         return keys.device.type != "cpu" or bool(self._ours)
 
     def check_states(self, module: torch.nn.Module, keys: Tensor, values: Tensor) -> None:
-        """Raises where the attention got other keys (b, H, k, d) and values than this layer's module makes."""
+        """Raise where the attention got other keys (b, H, k, d) and values than this layer's module makes."""
         projections = self.projections
         if projections.module is not module:
             raise CacheMisuse(

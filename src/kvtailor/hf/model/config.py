@@ -211,7 +211,7 @@ def is_local(source: str) -> bool:
 
 
 def check_hub(source: str) -> None:
-    """Checks once whether the hub can be reached, before a library tries again and again.
+    """Check once whether the hub can be reached, before a library tries again and again.
 
     Raises:
         ModelNotFound: it does not answer, or the environment forbids to contact it.

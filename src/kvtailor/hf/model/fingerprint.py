@@ -156,7 +156,7 @@ def _scales_beside(parameter: Any) -> Iterator[Tensor]:
 
 
 def _sums(tensor: Tensor) -> Iterator[Tensor]:
-    """Sums of the 8-byte words of a tensor, along rows and along columns, and what is left of it as it is; as bytes."""
+    """Sum of the 8-byte words of a tensor, along rows and along columns, and what is left of it as it is; as bytes."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _sums(getattr(tensor, name))

@@ -256,7 +256,7 @@ def refusal(config: Any) -> str | None:
 
 
 def check(model: Any, own_name: str) -> Attending:
-    """Raises `UnsupportedModel` for a model that cannot use kvtailor's cache as it was loaded.
+    """Raise `UnsupportedModel` for a model that cannot use kvtailor's cache as it was loaded.
 
     Args:
         model: a transformers causal language model.

@@ -192,7 +192,7 @@ def _has_angles(model: Any, rotary: Any, layer: int | None, layer_type: str | No
 
 @torch.no_grad()
 def _check_turns(module: torch.nn.Module, cos: Tensor, sin: Tensor, name: str) -> None:
-    """Raises where this attention module does not use the angles that it is given, as several families in some layers.
+    """Raise where this attention module does not use the angles that it is given, as several families in some layers.
 
     Its forward runs on eight made-up tokens, once with the angles and once with cos and sin exchanged. Without a
     rotation both outputs are the same bits.

@@ -186,7 +186,7 @@ def _with_adapters(module: torch.nn.Module, layer: Any, by_input: Tensor) -> Ten
 
 
 def _check_against_forward(module: torch.nn.Module, weight: Tensor) -> None:
-    """Raises where the forward of an adapted or quantised layer is not a product with `weight`, (q, dv, D), and a
+    """Raise where the forward of an adapted or quantised layer is not a product with `weight`, (q, dv, D), and a
     constant.
 
     A plain layer is not run: its weight is all that it has.

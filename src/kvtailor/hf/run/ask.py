@@ -171,7 +171,7 @@ def read(
     hold: bool = False,
     cache_dtype: torch.dtype | None = None,
 ) -> Reading:
-    """Reads a context and compresses it, for questions that come later.
+    """Read a context and compress it, for questions that come later.
 
     ```python
     reading = kvtailor.read(model, tokenizer, document, plan="snapkv @ tokens=1024")

@@ -331,7 +331,7 @@ def _checked(
     min_gain: float | None,
     refresh: int | None,
 ) -> Lookahead:
-    """Refuses what cannot work together, before any work."""
+    """Refuse what cannot work together, before any work."""
     if isinstance(gamma, str) and gamma != "adaptive":
         raise CacheMisuse(f"gamma is {gamma!r}: give a number of tokens to draft at once, or 'adaptive'")
     lookahead = Adaptive() if isinstance(gamma, str) else Fixed(tokens=gamma)

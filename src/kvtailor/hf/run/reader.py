@@ -51,7 +51,7 @@ class CacheReader:
         return self.cache.seen
 
     def prefill(self, ids: Tensor, others: Sequence[CacheReader] = ()) -> Tensor:
-        """Reads a prompt (b, n), lets the plan compress it, and gives its last logits (b, v).
+        """Read a prompt (b, n), let the plan compress it, and return its last logits (b, v).
 
         `others`, of the same model, read it in the same forward; see `hf.run.sharing.can_follow`.
         """

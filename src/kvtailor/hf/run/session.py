@@ -179,7 +179,7 @@ class Session:
 
 
 def _take_note(cache: KvCache, ids: Tensor, mask: Tensor | None, first: int) -> None:
-    """Tells a cache which ids (b, t) it has seen from column `first` on; it may have seen fewer."""
+    """Tell a cache which ids (b, t) it has seen from column `first` on; it may have seen fewer."""
     known = cache.conversation.columns
     if first > known or known >= cache.seen:
         return

@@ -40,12 +40,12 @@ def can_remake(source: Plan, plan: Plan) -> bool:
 
 
 def keep_queries(source: KvCache, plan: Plan) -> None:
-    """Lets a cache keep the newest queries that another plan will need when its cache is made anew."""
+    """Let a cache keep the newest queries that another plan will need when its cache is made anew."""
     source.engine.gather(Needs(window=plan.needs.window))
 
 
 def forget_queries(source: KvCache) -> None:
-    """Ends `keep_queries`."""
+    """End `keep_queries`."""
     source.engine.gather(Needs())
 
 

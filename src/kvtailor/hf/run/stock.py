@@ -106,7 +106,7 @@ def into_huge_pages(cache: StaticCache) -> None:
 
 @torch.no_grad()
 def fill(cache: Any, states: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-    """Puts keys and values (b, h, n, d), by layer of the model, into a cache as if the model had made them.
+    """Put keys and values (b, h, n, d), by layer of the model, into a cache as if the model had made them.
 
     For timing a decode step after a context whose prefill is not what is timed. A `KvCache` takes them without a
     eviction; the next forward of more than one token makes it.

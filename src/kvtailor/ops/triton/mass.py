@@ -77,7 +77,7 @@ def column_mass(
     start: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Sums over queries of the attention that each slot received.
+    """Sum over queries of the attention that each slot received.
 
     Args:
         query: (b, q, t, d). keys: (b, h, n, d) of the query's dtype. Channels lie side by side in memory.

@@ -60,11 +60,11 @@ class Tier(ABC):
 
     @abstractmethod
     def store(self, tensors: Mapping[str, Tensor], about: object) -> Stored:
-        """Takes a bundle's tensors, whole or not at all."""
+        """Take a bundle's tensors, whole or not at all."""
 
     @abstractmethod
     def fetch(self, stored: Sequence[Stored]) -> Arrival:
-        """Begins to bring bundles to the device."""
+        """Begin to bring bundles to the device."""
 
     @abstractmethod
     def rest(self) -> None:

@@ -199,7 +199,7 @@ class TieredStore(OffloadStore):
         return self.tier.fetch([bundle.stored for bundle in bundles if bundle.stored is not None])
 
     def _settle(self, unit: int | None) -> None:
-        """Lets leave what does not stay now that a unit was used; None: none was."""
+        """Let leave what does not stay now that a unit was used; None: none was."""
         if unit is not None:
             sizes = {each: sum(bundle.form for bundle in self._bundles(each)) for each in self._held}
             self.residency.used(unit, sizes)
