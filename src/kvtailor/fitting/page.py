@@ -100,22 +100,30 @@ def page(found: Answer) -> str:
 
 def _parts(found: Answer, plans: Mapping[str, Plan], drawn: bool) -> Iterator[Part]:
     """The parts in their order; one without numbers is a sentence."""
-    yield Part(name="front", title="Bytes against loss", source="search", blocks=list(_front(found, plans, drawn)))
-    yield Part(name="proof", title="The proof", source="unseen", blocks=list(_proof(found, plans)))
+    yield Part("front", "Bytes against loss", list(_front(found, plans, drawn)), source="search")
+    windows = max((len(each.nll) for each in found.proof), default=0)
+    note = (
+        f"The best few and the best presets, on {windows} windows of text and on documents that the search never saw. "
+        "All plans have the same windows, so that their losses are compared in pairs. A family of questions is 'seen' "
+        "where the search had other documents of it; below its right answers are the nats per token of the answers. In "
+        "'the plan minus this one' a number below 0 means that the plan loses less; 'not told apart' means that the "
+        "interval has 0 in it."
+    )
+    yield Part("proof", "The proof", list(_proof(found, plans)), note=note, source="unseen")
     yield _sensitivity(found)
     yield _tokens(found)
     yield _additivity(found)
     yield _sizes(found)
     yield _engines(found)
     if found.regret is not None:
-        note = Text(text="What a choice by text alone would have cost in right answers.", dim=True)
-        yield Part(name="regret", title="Regret", source="unseen", blocks=[note, Text(text=found.regret)])
+        note = "What a choice by text alone would have cost in right answers."
+        yield Part("regret", "Regret", [found.regret], note=note, source="unseen")
     if found.notes:
-        yield Part(name="notes", title="Notes", blocks=[Texts(texts=found.notes)])
+        yield Part("notes", "Notes", [Texts(texts=found.notes)])
     facts = [(name, f"{count:,}") for name, count in found.counts.items()]
     facts.append(("seconds in all", DASH if found.seconds is None else f"{found.seconds:,.1f}"))
     facts += [("effort", found.effort), ("random state", str(found.state)), ("dtype", found.dtype)]
-    yield Part(name="measured", title="What was measured", blocks=[Facts(facts=facts)])
+    yield Part("measured", "What was measured", [Facts(facts=facts)])
 
 
 def _plans(found: Answer) -> dict[str, Plan]:
@@ -152,9 +160,9 @@ def _ends_of(each: FrontPoint) -> tuple[float, float | None, float | None]:
     return each.loss.value, each.loss.low, each.loss.high
 
 
-def _front(found: Answer, plans: Mapping[str, Plan], drawn: bool) -> Iterator[Block]:
+def _front(found: Answer, plans: Mapping[str, Plan], drawn: bool) -> Iterator[Block | str]:
     if not found.front:
-        yield Text(text="The search measured no plan at several memories.")
+        yield "The search measured no plan at several memories."
         return
     missing = ""
     if lacking := sum(not _drawable(each) for each in found.front):
@@ -197,21 +205,10 @@ def _front(found: Answer, plans: Mapping[str, Plan], drawn: bool) -> Iterator[Bl
     yield Table(grid=grid, tags=tags)
 
 
-def _proof(found: Answer, plans: Mapping[str, Plan]) -> Iterator[Block]:
+def _proof(found: Answer, plans: Mapping[str, Plan]) -> Iterator[Block | str]:
     """The best few and the best presets on text and tasks that the search never saw."""
-    windows = max((len(each.nll) for each in found.proof), default=0)
-    yield Text(
-        text=(
-            f"The best few and the best presets, on {windows} windows of text and on documents that the search never "
-            "saw. All plans have the same windows, so that their losses are compared in pairs. A family of questions "
-            "is 'seen' where the search had other documents of it; below its right answers are the nats per token of "
-            "the answers. In 'the plan minus this one' a number below 0 means that the plan loses less; 'not told "
-            "apart' means that the interval has 0 in it."
-        ),
-        dim=True,
-    )
     if found.needed is not None:
-        yield Text(text=f"About {found.needed:,} windows would tell the plan from the best preset.")
+        yield f"About {found.needed:,} windows would tell the plan from the best preset."
     families = {family.name: family for each in found.proof for family in each.families}
     timed = any(each.seconds for each in found.proof)
     ranked = sorted(found.proof, key=lambda each: (each.origin != FULL, each is not found.chosen))
@@ -298,9 +295,7 @@ def _time(seconds: Mapping[str, float | None] | None) -> Cell:
 def _sensitivity(found: Answer) -> Part:
     title, layers = "What each layer loses by itself", found.layers
     if layers is None:
-        return Part(
-            name="layers", title=title, blocks=[Text(text="Stage 1 did not run, so no layer was measured by itself.")]
-        )
+        return Part("layers", title, ["Stage 1 did not run, so no layer was measured by itself."])
     kept = _kept(layers)
     sides = [("keys", _without_first(layers.keys)), ("values", _without_first(layers.values))]
     shade = _log_shade([value for _, rows in (*sides, ("kept", kept)) for _, row in rows for value in row])
@@ -331,7 +326,7 @@ def _sensitivity(found: Answer) -> Part:
         f"over those that are compressed. {'Unencoded' if layers.widths[:1] == (PLAIN,) else 'The first width'} and "
         "all tokens kept lose nothing by definition, and are left out."
     )
-    return Part(name="layers", title=title, source="search", blocks=[Text(text=note, dim=True), Maps(maps=maps)])
+    return Part("layers", title, [Maps(maps=maps)], note=note, source="search")
 
 
 def _without_first(side: Sequence[Sequence[float]]) -> list[tuple[str, Sequence[float]]]:
@@ -373,9 +368,9 @@ def _tokens(found: Answer) -> Part:
     title, held, codecs = "What each layer got", found.tokens_by_head, _codecs(found)
     if not held:
         return Part(
-            name="tokens",
-            title=title,
-            blocks=[Text(text="How many tokens each layer and head holds was not measured.")],
+            "tokens",
+            title,
+            blocks=["How many tokens each layer and head holds was not measured."],
         )
     total = sum(sum(row) for row in held)
     most = max((sum(row) for row in held), default=0.0) or 1.0
@@ -409,8 +404,7 @@ def _tokens(found: Answer) -> Part:
     )
     names = tuple(str(layer) for layer in range(len(held)))
     grid = Grid(name="tokens", title="tokens by layer and head", heads=heads, rows=tuple(rows), plans=names)
-    blocks = [Text(text=note, dim=True), Table(grid=grid, numbered=False)]
-    return Part(name="tokens", title=title, source="unseen", blocks=blocks)
+    return Part("tokens", title, [Table(grid=grid, numbered=False)], note=note, source="unseen")
 
 
 def _codecs(found: Answer) -> list[str] | None:
@@ -428,7 +422,7 @@ def _additivity(found: Answer) -> Part:
     title, added = "Do the losses of layers add up?", found.additivity
     if added is None:
         why = "stage 1 did not run" if found.layers is None else "there is no optimum of stage 1 for this question"
-        return Part(name="additivity", title=title, blocks=[Text(text=f"Not measured: {why}.")])
+        return Part("additivity", title, [f"Not measured: {why}."])
     count = "" if found.layers is None else f", the mean of {found.layers.pieces} pieces"
     facts = [
         ("sum of its layers' losses", significant(added.predicted)),
@@ -436,16 +430,14 @@ def _additivity(found: Answer) -> Part:
         ("measured is", DASH if added.ratio is None else f"{significant(added.ratio)} times"),
     ]
     note = "Stage 1 assumes that the losses of layers, each measured alone, add up. This is how far they do."
-    of = Text(text=f"Nats per token{count}, of the optimum of stage 1:", code=added.plan, dim=True)
-    return Part(
-        name="additivity", title=title, source="search", blocks=[Text(text=note, dim=True), Facts(facts=facts), of]
-    )
+    of = Text(text=f"Nats per token{count}, of the optimum of stage 1:", code=added.plan)
+    return Part("additivity", title, [Facts(facts=facts), of], note=note, source="search")
 
 
 def _sizes(found: Answer) -> Part:
     title = "The plan at other contexts and batches"
     if not found.sizes:
-        return Part(name="sizes", title=title, blocks=[Text(text="No other sizes were computed.")])
+        return Part("sizes", title, ["No other sizes were computed."])
     known = {(context, batch): (size, full) for context, batch, size, full in found.sizes}
     contexts, batches = sorted({each[0] for each in known}), sorted({each[1] for each in known})
     rows = []
@@ -463,7 +455,7 @@ def _sizes(found: Answer) -> Part:
     grid = Grid(name="sizes", title=title, heads=heads, rows=tuple(rows), plans=names)
     note = "From closed forms, with the same plan. What it loses at another context was not measured."
     table = Table(grid=grid, numbered=False, classes={str(found.question.context): "asked"})
-    return Part(name="sizes", title=title, source="computed", blocks=[Text(text=note, dim=True), table])
+    return Part("sizes", title, [table], note=note, source="computed")
 
 
 def _engines(found: Answer) -> Part:
@@ -482,8 +474,7 @@ def _engines(found: Answer) -> Part:
         "A neighbour of the plan and not the plan: nothing of what was measured here is true of it. A dash under "
         "'nearest setting': that engine has none that comes near."
     )
-    blocks = [Text(text=note, dim=True), Table(grid=grid, numbered=False)]
-    return Part(name="engines", title=grid.title, source="documented", blocks=blocks)
+    return Part("engines", grid.title, [Table(grid=grid, numbered=False)], note=note, source="documented")
 
 
 def _percent(part: float, whole: float) -> str:

@@ -78,7 +78,7 @@ const name = each => each.getAttribute('aria-label') || each.textContent.trim() 
 const written = each => each.outerHTML;
 found.nameless = all('input, select, button, a, svg, [role=region]').filter(each => !name(each)).map(written);
 found.unreachable = all('input, select, button, summary, a').filter(each => each.tabIndex < 0).map(written);
-const mark = document.querySelector('#memory-charts g[data-r]');
+const mark = document.querySelector('#quality-charts g[data-r]');
 const before = mark.querySelector('title').textContent;
 mark.dispatchEvent(new Event('pointerover', {bubbles: true}));
 found.told = [before, mark.querySelector('title').textContent];

@@ -140,8 +140,6 @@ def test_every_chart_that_was_asked_for_is_there():
     text = page(whole_run())
     titles = [title.partition(", ")[0] if title.startswith("Thr") else title for title in charts_of(text)]
     for title in (
-        "Perplexity against memory, wikitext2, context 256",
-        "Accuracy against memory",
         "Throughput against memory",
         "Memory against context",
         "Throughput against batch",
@@ -188,14 +186,19 @@ def test_a_plan_that_is_not_there_stands_in_a_box_and_nowhere_else():
 
 
 def test_a_mark_says_its_numbers_and_where_they_came_from():
-    records = [each for each in whole_run() if each.task == "perplexity" and each.label == "full"]
     text = page(whole_run())
-    chart = charts_of(text)["Perplexity against memory, wikitext2, context 256"]
-    ((_, x, y, low, high, words, behind),) = [mark for mark in chart["marks"] if mark[0] == "1"]
-    assert (x, low, high, chart["x"]) == (768, None, None, "bytes held, KiB")
-    assert y == pytest.approx(records[0].metrics["perplexity"], rel=1e-5)
-    assert words.startswith("768 KiB held\nperplexity: ") and f"{records[0].metrics['perplexity']:.4g}" in words
-    assert records[0].key in [keys_of_lines(text)[line] for line in lines_behind(f'data-r="{behind}"')]
+    charts, keys = charts_of(text), keys_of_lines(text)
+    (full,) = [each for each in whole_run() if each.task == "perplexity" and each.label == "full" and each.text == "c4"]
+    bars = charts["perplexity: c4, context 256"]
+    ((_, value, low, high, goal, shown, words, behind),) = [mark for mark in bars["marks"] if mark[0] == "1"]
+    assert (low, high, goal, shown) == (None, None, None, f"{full.metrics['perplexity']:.2f}")
+    assert value == pytest.approx(full.metrics["perplexity"], rel=1e-5) and words.endswith("over 12 samples")
+    assert keys[lines_behind(f'data-r="{behind}"')[0]] == full.key
+    line = [mark for mark in charts["Memory against context"]["marks"] if mark[0] == "1"]
+    weighed = [each for each in whole_run() if each.task == "memory" and each.label == "full"]
+    assert [(x, y * 1024) for _, x, y, _, _ in line] == [(each.point["context"], each.bytes_held) for each in weighed]
+    assert line[0][3] == "context 256: 768 KiB" and line[1][4] == ""
+    assert {keys[each] for each in lines_behind(f'data-r="{line[0][4]}"')} == {each.key for each in weighed}
 
 
 def luminance(colour):

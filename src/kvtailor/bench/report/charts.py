@@ -1,10 +1,9 @@
 """What the charts of a run's page show, as numbers: `page/chart.js` draws them.
 
 A small chart has a title, a note, the names of its axes, and marks, each with the number of its plan, what is said of
-it on hover, and the lines of the records behind it. Of "points" and "lines" a mark is
-[number, x, y, low, high, words, records]; lines join the marks of a plan, and `front` joins the plans that no other
-beats. Of "bars" it is [number, value, low, high, goal, text, words, records]; `mark` is where 'full' is, and a goal is
-a physical floor. `zero`: 0 is on the axis; `whole`: x counts things.
+it on hover, and the lines of the records behind it. Of "lines", which join the marks of a plan, a mark is
+[number, x, y, words, records]. Of "bars" it is [number, value, low, high, goal, text, words, records]; `mark` is where
+'full' is, and a goal is a physical floor. `zero`: 0 is on the axis; `whole`: x counts things.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from kvtailor.bench.report.front import front_of
-from kvtailor.bench.report.page import HeatMap, Maps, Plan, Point, Text, question
+from kvtailor.bench.report.page import HeatMap, Maps, Plan, Point, question
 from kvtailor.bench.report.points import Series, base, series_of
 from kvtailor.bench.report.rows import Row
-from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
+from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure
 from kvtailor.bench.report.words import byte_text, byte_unit, milliseconds, significant
 from kvtailor.bench.schema import Record
 
@@ -28,7 +26,6 @@ __all__ = [
     "MOST_DRAWN",
     "Chart",
     "Drawn",
-    "against_memory",
     "along",
     "budgets",
     "by_layer",
@@ -155,79 +152,27 @@ def _brief(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-_Found = tuple[float, float, float | None, float | None, Row, str, Sequence[str]]
-"""A mark before it has its units: bytes, y, low, high, plan, words, keys of records."""
+_Found = tuple[float, float, Row, str, Sequence[str]]
+"""A point of a line: x, y, the plan, words, and the keys of the records behind it."""
 
 
-def _mark(drawn: Drawn, found: _Found, size: float = 1.0) -> list[object]:
-    x, y, low, high, row, words, keys = found
-    return [drawn.number(row), _brief(x / size), *map(_brief, (y, low, high)), words, drawn.behind(keys)]
-
-
-def against_memory(drawn: Drawn, measures: Sequence[Measure]) -> Iterator[Chart]:
-    """Perplexity for each text, and right answers, recall and KL of the main table, against bytes."""
-    for measure in measures:
-        if measure.task == "perplexity":
-            scores = [(row, measure.scores[row.plan_hash]) for row in drawn.rows if row.plan_hash in measure.scores]
-            marks: list[_Found] = [
-                (score.bytes_held, score.value, score.low, score.high, row, _score_words(score), score.keys)
-                for row, score in scores
-                if score.bytes_held
-            ]
-            yield from _points(drawn, marks, "Perplexity against memory", "perplexity", zero=False, note=measure.name)
-    asked = (
-        ("Accuracy against memory", "answers right, %", 100, "needle.accuracy", False),
-        ("Recall of answers with several parts against memory", "recall, %", 100, "needle.recall", False),
-        ("KL(full || plan) against memory", "nats per token", 1, "fidelity.kl", True),
-    )
-    for title, axis, scale, name, lower in asked:
-        marks = []
-        for row in drawn.rows:
-            found = row.estimate(name)
-            if found is None or not row.bytes_held:
-                continue
-            low, high = (None if end is None else scale * end for end in (found.low, found.high))
-            words = significant(scale * found.value, 4) + ("" if low is None else f" ({low:.4g} to {high:.4g})")
-            keys = [*row.keys(name), *row.keys("cache.bytes_held")]
-            marks.append((row.bytes_held, scale * found.value, low, high, row, words, keys))
-        yield from _points(drawn, marks, title, axis, lower=lower)
-
-
-def _points(
+def _lines(
     drawn: Drawn,
-    found: Sequence[_Found],
     title: str,
-    axis: str,
-    *,
-    lower: bool = True,
-    zero: bool = True,
+    x: str,
+    y: str,
+    lines: Sequence[Sequence[_Found]],
     note: str = "",
-) -> Iterator[Chart]:
-    if len(found) < 2:
-        return
-    unit, size = byte_unit(max(each[0] for each in found))
-    # The front is that of all plans, and all of it is drawn.
-    front = [drawn.number(each[4]) for each in front_of(found, lambda each: (each[0], each[1] if lower else -each[1]))]
-    shown = {drawn.number(row) for row in drawn.few} | set(front)
-    told = [(*each[:5], f"{byte_text(each[0])} held\n{axis}: {each[5]}", each[6]) for each in found]
-    marks = [_mark(drawn, each, size) for each in told if drawn.number(each[4]) in shown]
-    yield _chart("points", title, f"bytes held, {unit}", axis, marks, note, zero=zero, front=front)
-
-
-def _score_words(score: Score) -> str:
-    found = score.difference
-    if found is None or found.low is None or found.high is None:
-        return f"{score.value:.4g}"
-    return f"{score.value:.4g}; {found.value:+.4f} ({found.low:+.4f} to {found.high:+.4f}) nats over full"
-
-
-def _lines(drawn: Drawn, lines: Sequence[Sequence[_Found]], size: float) -> list[list[object]]:
-    """The marks of lines, the first of each with the records behind all of it."""
+    size: float = 1.0,
+    **more: object,
+) -> Chart:
+    """A chart of lines; the first mark of each leads to the records behind all of it, and `size` is the unit of x."""
     marks = []
     for line in lines:
-        keys = [key for each in line for key in each[6]]
-        marks += [_mark(drawn, (*each[:6], keys if each is line[0] else ()), size) for each in line]
-    return marks
+        behind = drawn.behind([key for *_, keys in line for key in keys])
+        for index, (at, value, row, words, _) in enumerate(line):
+            marks.append([drawn.number(row), _brief(at / size), _brief(value), words, "" if index else behind])
+    return _chart("lines", title, x, y, marks, note, **more)
 
 
 def times(drawn: Drawn) -> Iterator[Chart]:
@@ -245,30 +190,23 @@ def times(drawn: Drawn) -> Iterator[Chart]:
 
 
 def _throughput(drawn: Drawn, series: Sequence[Series], note: str) -> Iterator[Chart]:
-    """Points at one batch; at several, a line for each plan from the smallest batch to the largest."""
-    title, axis = "Throughput against memory", "tokens per second"
+    """A line for each plan from the smallest batch to the largest; of one batch a point."""
+    axis, ranked = "tokens per second", sorted(series, key=lambda each: int(str(each.point.get("batch", 1))))
     found: list[list[_Found]] = []
-    for row in drawn.rows:
+    for row in drawn.few:
         mine: list[_Found] = []
-        for each in sorted(series, key=lambda each: int(str(each.point.get("batch", 1)))):
-            record = each.records.get(row.plan_hash)
+        for each in ranked:
+            record, batch = each.records.get(row.plan_hash), each.point.get("batch", 1)
             speed = None if record is None else record.metrics.get("tokens_per_second")
             if record is not None and speed is not None and record.bytes_held:
-                words = f"{speed:,.1f} at batch {each.point.get('batch', 1)}"
-                mine.append((record.bytes_held, speed, None, None, row, words, (record.key,)))
+                words = f"{byte_text(record.bytes_held)} held\n{axis}: {speed:,.1f} at batch {batch}"
+                mine.append((record.bytes_held, speed, row, words, (record.key,)))
         found += [mine] if mine else []
-    if max(map(len, found), default=0) < 2:
-        yield from _points(drawn, [each for mine in found for each in mine], title, axis, lower=False, note=note)
-        return
-    unit, size = byte_unit(max(each[0] for mine in found for each in mine))
-    batches = ", ".join(str(batch) for batch in sorted({int(str(each.point.get("batch", 1))) for each in series}))
-    told = [
-        [(*each[:5], f"{byte_text(each[0])} held\n{axis}: {each[5]}", each[6]) for each in mine]
-        for mine in found
-        if mine[0][4] in drawn.few
-    ]
-    note = ", ".join(filter(None, [note, f"batches of {batches}, joined by lines"]))
-    yield _chart("lines", title, f"bytes held, {unit}", axis, _lines(drawn, told, size), note)
+    if len(found) > 1:
+        unit, size = byte_unit(max(each[0] for mine in found for each in mine))
+        batches = ", ".join(dict.fromkeys(str(each.point.get("batch", 1)) for each in ranked))
+        note = ", ".join(filter(None, [note, f"batches of {batches}, joined by lines"]))
+        yield _lines(drawn, "Throughput against memory", f"bytes held, {unit}", axis, found, note, size=size)
 
 
 def _time_bars(drawn: Drawn, shown: Series, name: str, title: str) -> Iterator[Chart]:
@@ -379,7 +317,7 @@ def _sweep(drawn: Drawn, task: str, name: str, value: Value, title: str, axis: s
     for row in drawn.few:
         points = [(int(str(each.point[name])), each.records.get(row.plan_hash)) for each in members]
         line: list[_Found] = [
-            (at, y, None, None, row, "", (record.key,))
+            (at, y, row, "", (record.key,))
             for at, record in points
             if record is not None and (y := value(record)) is not None
         ]
@@ -390,16 +328,15 @@ def _sweep(drawn: Drawn, task: str, name: str, value: Value, title: str, axis: s
     unit, size = byte_unit(max(each[1] for line in found for each in line)) if axis.startswith("bytes") else ("", 1)
     told: list[list[_Found]] = [
         [
-            (x, y / size, None, None, row, f"{name} {x:,}: {byte_text(y) if unit else significant(y, 4)}", keys)
-            for x, y, _, _, row, _, keys in line
+            (x, y / size, row, f"{name} {x:,}: {byte_text(y) if unit else significant(y, 4)}", keys)
+            for x, y, row, _, keys in line
         ]
         for line in found
     ]
     text, point = json.loads(place)
     rest = ", ".join([str(text)] * bool(text) + [f"{k} {v}" for k, v in point.items() if v is not None])
-    y_name = f"{axis}, {unit}" if unit else axis
-    note = rest if len(drawable) > 1 else ""
-    yield _chart("lines", title, _AXES[name], y_name, _lines(drawn, told, 1), note, zero=axis != "perplexity")
+    y_name, note = f"{axis}, {unit}" if unit else axis, rest if len(drawable) > 1 else ""
+    yield _lines(drawn, title, _AXES[name], y_name, told, note, zero=axis != "perplexity")
 
 
 def by_layer(drawn: Drawn) -> Iterator[Chart]:
@@ -419,7 +356,7 @@ def by_layer(drawn: Drawn) -> Iterator[Chart]:
             here = shown.records.get(row.plan_hash)
             values = [] if here is None else [here.metrics.get(f"{name}_{layer}") for layer in range(count)]
             line: list[_Found] = [
-                (layer, value, None, None, row, f"layer {layer}: {significant(value, 4)}", (here.key,))
+                (layer, value, row, f"layer {layer}: {significant(value, 4)}", (here.key,))
                 for layer, value in enumerate(values)
                 if value is not None and here is not None
             ]
@@ -428,7 +365,7 @@ def by_layer(drawn: Drawn) -> Iterator[Chart]:
             words = name.replace("_", " ")
             zero = "cosine" not in name and "mass" not in name
             title = f"{words.capitalize()} by layer"
-            yield _chart("lines", title, "layer", words, _lines(drawn, lines, 1), zero=zero, whole=True)
+            yield _lines(drawn, title, "layer", words, lines, zero=zero, whole=True)
 
 
 def needles(drawn: Drawn) -> Iterator[Maps]:
@@ -469,7 +406,7 @@ def _answers(records: Sequence[Record], length: int, depth: float) -> tuple[str,
     return text, fmean(shares), f"{length:,} tokens, depth {depth:.2g}: {text}% of {len(shares)} documents"
 
 
-def budgets(drawn: Drawn) -> Iterator[Text | Maps]:
+def budgets(drawn: Drawn) -> Iterator[str | Maps]:
     """Tokens held by layer and head of each plan that holds fewer than it saw; flat ones are a sentence."""
     shown: list[tuple[Row, Record, tuple[tuple[float, ...], ...]]] = []
     flat = []
@@ -485,16 +422,13 @@ def budgets(drawn: Drawn) -> Iterator[Text | Maps]:
         else:
             shown.append((row, record, record.tokens_by_head))
     if flat:
-        yield Text(text=f"As many tokens in every layer and head: {'; '.join(flat)}.")
+        yield f"As many tokens in every layer and head: {'; '.join(flat)}."
     if not shown:
         return
     most = max(tokens for _, _, layers in shown for heads in layers for tokens in heads)
-    yield Text(
-        text=(
-            "Tokens held, layers down and kv heads across, mean over the rows of the sample that was weighed. The same "
-            f"scale for all: darkest is {most:g} tokens."
-        ),
-        dim=True,
+    yield (
+        "Tokens held, layers down and kv heads across, mean over the rows of the sample that was weighed. The same "
+        f"scale for all: darkest is {most:g} tokens."
     )
     yield Maps(
         maps=[

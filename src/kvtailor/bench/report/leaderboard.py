@@ -32,6 +32,10 @@ _NOTE = (
     "Each point is a plan: the share of the uncompressed bytes that it holds, and what it lost to 'full' there, with "
     "the 95 % interval. The line joins the front: no other plan has fewer bytes and loses less by its mean."
 )
+_LEADS = (
+    "By its mean. Below the name: of the other plans of that budget, how many are level with it, and how many are "
+    "worse."
+)
 _SIZE = "Of the whole cache, as long as it was here: such as 300KiB, 2GiB or 25%. Longer contexts take more."
 
 
@@ -47,13 +51,13 @@ def leaderboard_page(ranking: Ranking, line: str, records: Sequence[Record]) -> 
     plans = _plans(ranking)
     asked = list(_questions(ranking, plans, {record.key: record for record in records}))
     parts = [
-        *([Part(name="front", title="Bytes against loss", blocks=[Front(note=_NOTE, size=_SIZE)])] if asked else []),
-        Part(name="leaders", title="Who leads", blocks=list(_leaders(ranking, budgets))),
+        *([Part("front", "Bytes against loss", [Front(note=_NOTE, size=_SIZE)])] if asked else []),
+        Part("leaders", "Who leads", list(_leaders(ranking, budgets)), note=_LEADS),
         *(
-            Part(name=f"at-{_slug(each)}", title=f"{_percent(each)} of the bytes", blocks=[_table(ranking, each)])
+            Part(f"at-{_slug(each)}", f"{_percent(each)} of the bytes", blocks=[_table(ranking, each)])
             for each in budgets
         ),
-        Part(name="rest", title="Plans", blocks=list(_rest(ranking))),
+        Part("rest", "Plans", list(_rest(ranking))),
     ]
     title = f"{ranking.board.title}: {ranking.last.model}"
     return render(Page(title=title, about=line, rules=list(_rules(ranking)), parts=parts, plans=plans, questions=asked))
@@ -148,13 +152,6 @@ def _questions(
 def _leaders(ranking: Ranking, budgets: Sequence[float]) -> Iterator[Block]:
     """Who leads at each budget, and how many are level with it."""
     columns = [each for each in ranking.columns if each.full is not None]
-    yield Text(
-        text=(
-            "By its mean. Below the name: of the other plans of that budget, how many are level with it, and how many "
-            "are worse."
-        ),
-        dim=True,
-    )
     yield from (Text(lead=f"{each.label}.", text=each.silent) for each in ranking.columns if each.silent)
     rows = tuple(
         (_number(100 * budget, 1, f"{_percent(budget)}"), *(_leader(ranking, budget, column) for column in columns))

@@ -8,7 +8,6 @@ from kvtailor.bench.report import Summary
 from kvtailor.bench.report.charts import (
     Chart,
     Drawn,
-    against_memory,
     along,
     budgets,
     by_layer,
@@ -30,7 +29,6 @@ from kvtailor.bench.report.page import (
     Plan,
     Records,
     Table,
-    Text,
     behind,
     colour,
     numbered,
@@ -52,10 +50,6 @@ _NOTE = (
 _SIZE = (
     "Of the whole cache, as long as it was here: such as 300KiB, 2GiB or 25%. Longer contexts take more; kvtailor "
     "fit answers for yours."
-)
-_FRONT = (
-    "Bars are 95 % intervals; those of perplexity are the paired difference to 'full', drawn around it. Dashed: the "
-    "Pareto front, plans that no other beats in both."
 )
 _BARS = (
     "A bar for each plan, by its number. Whiskers: the 95 % interval of the paired difference to 'full', drawn around "
@@ -114,9 +108,9 @@ def run_page(summary: Summary, suites: Sequence[SuitePages] = ()) -> str:
     )
     asked = questions(drawn, summary.measures)
     rests = Part(
-        name="rests",
-        title="What the numbers rest on",
-        blocks=[*(Text(text=note) for note in summary.footnotes), Records(records=records)],
+        "rests",
+        "What the numbers rest on",
+        [*summary.footnotes, Records(records=records)],
     )
     return render(
         Page(
@@ -159,12 +153,12 @@ def _about(summary: Summary, plans: int) -> str:
 
 
 def _suite(suite: SuitePages) -> Part:
-    blocks: list[Block] = [Text(text=suite.line, dim=True)]
+    blocks: list[Block | str] = []
     for grid in suite.grids:
-        blocks += [Table(grid=grid, heading=grid.title, numbered=False), Text(text=grid.note, dim=True)]
+        blocks += [Table(grid=grid, heading=grid.title, numbered=False), grid.note]
     if suite.idle:
-        blocks.append(Text(text=f"Not run: {'; '.join(suite.idle)}.", dim=True))
-    return Part(name=f"suite-{suite.name}", title=suite.title, blocks=blocks)
+        blocks.append(f"Not run: {'; '.join(suite.idle)}.")
+    return Part(f"suite-{suite.name}", suite.title, blocks, note=suite.line)
 
 
 def _parts(summary: Summary, drawn: Drawn, asked: Sequence[Chart]) -> Iterator[Part]:
@@ -173,18 +167,16 @@ def _parts(summary: Summary, drawn: Drawn, asked: Sequence[Chart]) -> Iterator[P
     best = {row.plan_hash: "on the front" for row in pareto(drawn.rows)}
     full = {row.plan_hash: "full" for row in drawn.rows if row.is_full}
     if asked:
-        yield Part(name="front", title="Bytes against loss", blocks=[Front(note=_NOTE, size=_SIZE)])
+        yield Part("front", "Bytes against loss", [Front(note=_NOTE, size=_SIZE)])
     tools = [] if asked or len(drawn.rows) < 2 else [Front(chart=False)]
-    yield Part(name="plans", title="Plans", blocks=[*tools, Table(grid=main, tags=best, classes=full)])
-    yield Part(name="bytes", title="What bytes mean here", blocks=list(_sizes([main, *further])))
+    yield Part("plans", "Plans", [*tools, Table(grid=main, tags=best, classes=full)])
+    yield Part("bytes", "What bytes mean here", list(_sizes([main, *further])))
     if len(summary.measures) > 1:
         grid = quality_grid(summary.measures, summary.rows)
-        blocks = [Text(text=grid.note, dim=True), Table(grid=grid, classes=full)]
-        yield Part(name="quality", title=grid.title, blocks=blocks)
+        yield Part("quality", grid.title, [Table(grid=grid, classes=full)], note=grid.note)
     few = _of_many(drawn)
     layers = "Each layer for itself, against what 'full' holds there."
     small: tuple[tuple[str, str, Iterable[Chart], str], ...] = (
-        ("memory-charts", "Quality against memory", against_memory(drawn, summary.measures), _FRONT),
         ("quality-charts", "Every text and task as bars", every_task(drawn, summary.measures), _BARS),
         ("time-charts", "Time and throughput", times(drawn), ""),
         ("along", "Along context, batch and length", along(drawn), "Measured points only, joined by lines."),
@@ -192,17 +184,16 @@ def _parts(summary: Summary, drawn: Drawn, asked: Sequence[Chart]) -> Iterator[P
     )
     for name, title, charts, note in small:
         if found := list(charts):
-            text = Text(text=f"{note} {few}".strip(), dim=True)
-            yield Part(name=name, title=title, blocks=[text, Charts(charts=found)])
+            yield Part(name, title, [Charts(charts=found)], note=f"{note} {few}".strip())
     for name, title, maps in (
         ("budgets", "Budget by layer and head", list(budgets(drawn))),
         ("needles", "Needles", list(needles(drawn))),
     ):
         if maps:
-            yield Part(name=name, title=title, blocks=[*([Text(text=few, dim=True)] if few else []), *maps])
+            yield Part(name, title, maps, note=few)
     for grid in further:
         table = Table(grid=grid, folded=len(grid.rows) > _MANY_ROWS)
-        yield Part(name=f"of-{grid.name}", title=grid.title, blocks=[Text(text=grid.note, dim=True), table])
+        yield Part(f"of-{grid.name}", grid.title, [table], note=grid.note)
 
 
 def _of_many(drawn: Drawn) -> str:
@@ -215,13 +206,13 @@ def _of_many(drawn: Drawn) -> str:
     )
 
 
-def _sizes(grids: Sequence[Grid]) -> Iterator[Block]:
+def _sizes(grids: Sequence[Grid]) -> Iterator[Block | str]:
     """What bytes are, and how the other sizes of these tables differ from them."""
     of = {grid.name: grid for grid in grids}
     others = [
         (f"{head}, in {of[name].title}", what) for name, head, what in _SIZES if name in of and head in of[name].heads
     ]
-    yield Text(text=_HELD)
+    yield _HELD
     if others:
-        yield Text(text="These are something else:")
+        yield "These are something else:"
         yield Facts(facts=others, definitions=True)

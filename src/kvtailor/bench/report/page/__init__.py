@@ -119,13 +119,12 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Text(Block):
-    """A paragraph; `lead` stands before it in bold type, `code` behind it in code type."""
+    """A paragraph with words in bold type before it or in code type behind it."""
 
     block: ClassVar[str] = "text"
     text: str
     lead: str = ""
     code: str = ""
-    dim: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,20 +246,22 @@ class Records(Block):
     records: Sequence[Record]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Part:
     """Blocks under a heading.
 
     Attributes:
         name: id, for links to it.
         title: the heading.
-        blocks: in their order.
+        blocks: in their order; a text is a paragraph.
+        note: how to read them, above them; empty: nothing.
         source: where its numbers are from, a key of `SOURCES`; empty: where all others are from.
     """
 
     name: str
     title: str
-    blocks: Sequence[Block]
+    blocks: Sequence[Block | str]
+    note: str = ""
     source: str = ""
 
 

@@ -306,8 +306,7 @@ function drawSmall(svg, chart, kindOf, labelOf) {
     make('title', {}, made, `${number} ${labelOf(number)}\n${words}`);
     return made;
   };
-  const ends = isBars ? chart.marks.flatMap(([, value, low, high, goal]) => [value, low, high, goal]) :
-    chart.marks.flatMap(([, , y, low, high]) => [y, low, high]);
+  const ends = chart.marks.flatMap(([, first, second, third, goal]) => isBars ? [first, second, third, goal] : [second]);
   const known = ends.filter(each => each !== null);
   const values = roundTicks(Math.min(...known, ...chart.zero ? [0] : []), Math.max(...known, ...chart.zero ? [0] : []), isBars ? 4 : 5, true);
   const plain = value => String(+value.toPrecision(6)).replace('-', '−');
@@ -345,32 +344,13 @@ function drawSmall(svg, chart, kindOf, labelOf) {
   text((left + right) / 2, height - 6, chart.x, 'axis', 'middle');
   make('text', {class: 'axis', 'text-anchor': 'middle', transform: `translate(14 ${(top + bottom) / 2}) rotate(-90)`}, svg, chart.y);
 
-  const made = new Map(), solid = chart.marks.map(([, a, b]) => [x(a) - 5, y(b) - 5, x(a) + 5, y(b) + 5]);
-  if (chart.front) {
-    const points = chart.front.map(number => chart.marks.find(mark => mark[0] === number)).map(mark => `${x(mark[1])},${y(mark[2])}`);
-    make('polyline', {class: 'front', points: points.join(' ')});
-  }
-  for (const [number, a, b, low, high, words, records] of chart.marks) {
-    if (chart.kind === 'lines' && made.has(number)) {
-      const known = made.get(number);
-      known.points.push([a, b]);
-      known.group.querySelector('title').textContent += `\n${words}`;
-      make('circle', {cx: x(a), cy: y(b), r: 4}, known.group);
-      continue;
-    }
-    const shown = group(number, words, records);
-    made.set(number, {group: shown, points: [[a, b]]});
-    if (low !== null && high !== null) make('path', {d: `M${x(a)} ${y(low)}V${y(high)}`}, shown);
-    make('circle', {cx: x(a), cy: y(b), r: chart.kind === 'lines' ? 4 : 5}, shown);
-  }
-  if (chart.kind === 'points') {
-    for (const [number, a, b] of chart.marks) {
-      const spot = placed(number, x(a), y(b), [left, 2, width - 2, bottom], solid, []);
-      if (spot === null) continue;
-      text(spot.left, spot.base, number, 'name', 'start', number);
-      solid.push(spot.box);
-    }
-    return;
+  const made = new Map();
+  for (const [number, a, b, words, records] of chart.marks) {
+    const known = made.get(number) ?? {group: group(number, words, records), points: []};
+    if (made.has(number)) known.group.querySelector('title').textContent += `\n${words}`;
+    made.set(number, known);
+    known.points.push([a, b]);
+    make('circle', {cx: x(a), cy: y(b), r: 4}, known.group);
   }
   const last = new Map();
   for (const [number, {group, points}] of made) {

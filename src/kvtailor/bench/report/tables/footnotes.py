@@ -7,14 +7,16 @@ from itertools import groupby
 
 from kvtailor.bench import checks
 from kvtailor.bench.measure.statistics import FEWEST
-from kvtailor.bench.report.points import Series, base, named, series_of, texts_together
+from kvtailor.bench.report.points import Series, base, compared_tasks, named, series_of, texts_together
 from kvtailor.bench.report.rows import OWN, Row, asked_of_both
-from kvtailor.bench.report.tables.counts import idle_plans, unequal_samples
 from kvtailor.bench.report.tables.quality import Measure, documents_over, official_is_mean
 from kvtailor.bench.report.verdict.verdict import beats_full, beyond_the_model
 from kvtailor.bench.schema import Record
+from kvtailor.presets import FULL
 
 __all__ = ["footnotes"]
+
+_AS_MUCH = 0.99
 
 
 def footnotes(
@@ -34,8 +36,8 @@ def footnotes(
             "folder of its own to see them."
         )
     yield from _of_what(records)
-    yield from unequal_samples(records)
-    yield from idle_plans(records)
+    yield from _unequal_samples(records)
+    yield from _idle_plans(records)
     yield from checks.warnings_of(records)
     texts = texts_together(records, "perplexity")
     if texts:
@@ -276,3 +278,68 @@ def _ms(record: Record, name: str) -> str:
     median, q1, q3 = (record.timings[name][key] for key in ("median", "q1", "q3"))
     assert median is not None and q1 is not None and q3 is not None
     return f"{1000 * median:.1f} ms ({1000 * q1:.1f} to {1000 * q3:.1f})"
+
+
+def _unequal_samples(records: Sequence[Record]) -> Iterator[str]:
+    """Tasks in which plans have unequal numbers of points or samples, a sentence each.
+
+    A plan that failed at a point has a sentence of its own elsewhere, so such points do not count here.
+    """
+    failed = {(r.task, r.plan_hash) for r in records if r.error is not None}
+    for task in compared_tasks():
+        series = series_of(records, task)
+        plans = {h: r.label for each in series for h, r in each.records.items() if h != OWN and (task, h) not in failed}
+        counts = {
+            label: (
+                sum(plan in each.records for each in series),
+                sum(each.records[plan].samples or 0 for each in series if plan in each.records),
+            )
+            for plan, label in plans.items()
+        }
+        most = max(counts.values(), default=(0, 0))
+        fewer = [f"{label} {_counted(*count)}" for label, count in counts.items() if count != most]
+        if fewer:
+            others = FULL if counts.get(FULL) == most else next(x for x, count in counts.items() if count == most)
+            yield (
+                f"{task}: not every plan has the same samples: {', '.join(fewer)}, where {others} has "
+                f"{_counted(*most)}. Only what a plan and 'full' both have is compared; run the bench again for what "
+                "is missing."
+            )
+
+
+def _idle_plans(records: Sequence[Record]) -> Iterator[str]:
+    """Plans whose every result is that of 'full' to the last bit while they hold no fewer bytes: a sentence each.
+
+    Plans that read less than they hold, or that keep bytes elsewhere than 'full' does, did something else and have no
+    such sentence.
+    """
+    pairs: dict[str, list[tuple[Record, Record]]] = {}
+    for task in compared_tasks():
+        for each in series_of(records, task):
+            full = next((r for r in each.records.values() if r.is_full), None)
+            if full is None or not full.values:
+                continue
+            for record in each.records.values():
+                if not record.is_full and record.plan_hash != OWN:
+                    pairs.setdefault(record.label, []).append((record, full))
+    for label, found in pairs.items():
+        if all(_is_idle(record, full) for record, full in found):
+            yield (
+                f"{label} did nothing here: each of its {sum(r.samples or 0 for r, _ in found)} samples is that of "
+                "'full' to the last bit, and it holds no fewer bytes. These contexts may be shorter than its budget, "
+                "or than what it leaves in full precision: ask for longer ones, or for a smaller budget."
+            )
+
+
+def _is_idle(record: Record, full: Record) -> bool:
+    if record.bytes_held is None or record.bytes_full is None or record.bytes_held < _AS_MUCH * record.bytes_full:
+        return False
+    if record.traffic is not None or set(record.bytes_by_tier or {}) != set(full.bytes_by_tier or {}):
+        return False
+    if record.tokens_read is not None and record.tokens_held is not None and record.tokens_read < record.tokens_held:
+        return False
+    return record.values == full.values
+
+
+def _counted(points: int, samples: int) -> str:
+    return f"{samples} samples at {points} {'point' if points == 1 else 'points'}"

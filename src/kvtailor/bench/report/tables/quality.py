@@ -155,30 +155,7 @@ def _perplexities(records: Sequence[Record], full: str | None) -> Iterator[Measu
     series = series_of(records, "perplexity")
     shown = base(series)
     for each, name in zip(series, named(series, text=True), strict=True):
-        scores = {}
-        reference = each.records.get(full) if full else None
-        for plan, record in each.records.items():
-            values = record.values.get("nll", ())
-            if not values or not all(map(math.isfinite, values)):
-                continue
-            middle = record.metrics.get("nll")
-            middle = fmean(values) if middle is None else middle
-            found = _against(record, reference)
-            start = fmean(reference.values["nll"]) if found is not None and reference is not None else None
-            low, high = _ends(found, start)
-            scores[plan] = Score(
-                value=math.exp(middle),
-                difference=found,
-                losses=None
-                if found is None or reference is None
-                else losses_of(values, reference.values["nll"], lower_is_better=True, documents=documents_of(record)),
-                low=None if low is None else math.exp(low),
-                high=None if high is None else math.exp(high),
-                samples=len(values),
-                bytes_held=record.bytes_held,
-                ratio=_ratio(record),
-                keys=_keys([record], [reference] if found is not None and reference is not None else []),
-            )
+        scores = _joined([each], full, "nll", top=None, lower_is_better=True)
         if scores:
             yield Measure(
                 name=name,
@@ -187,15 +164,21 @@ def _perplexities(records: Sequence[Record], full: str | None) -> Iterator[Measu
                 difference_unit=NATS,
                 lower_is_better=True,
                 is_base=each is shown,
-                scores=scores,
+                scores={plan: _perplexity(score, each.records[plan]) for plan, score in scores.items()},
             )
+
+
+def _perplexity(score: Score, record: Record) -> Score:
+    """A score in nats as one in perplexity; its difference stays in nats."""
+    middle = record.metrics.get("nll")
+    low, high = (None if end is None else math.exp(end) for end in (score.low, score.high))
+    return replace(score, value=math.exp(score.value if middle is None else middle), low=low, high=high)
 
 
 def _needles(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
     """One for each kind of document and place of the question, over all lengths and depths that 'full' has too."""
-    series = series_of(records, "needle")
     groups: dict[tuple[str, bool], list[Series]] = {}
-    for each in series:
+    for each in series_of(records, "needle"):
         place = str(each.point.get("kind")), bool(each.point.get("question_outside"))
         groups.setdefault(place, []).append(each)
     for (kind, outside), members in groups.items():
@@ -216,56 +199,57 @@ def _needles(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
 
 def _sets(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
     for task, parts in (("longcontext", ("benchmark", "subset")), ("harness", ("task",))):
+        top = 100.0 if task == "longcontext" else 1.0
         groups: dict[str, list[Series]] = {}
         for each in series_of(records, task):
             groups.setdefault(" ".join(str(each.point.get(part)) for part in parts), []).append(each)
         for name, members in groups.items():
-            for each, further in zip(members, named(members), strict=True):
-                top = 100.0 if task == "longcontext" else 1.0
+            for each, called in _called(name, members):
                 lower = any(note.endswith("lower is better.") for r in each.records.values() for note in r.notes)
-                values = [x for r in each.records.values() for x in r.values.get("score", ())]
-                share = bool(values) and not lower and all(0.0 <= x <= top for x in values)
-                joined = _joined([each], full, "score", top=top if share else None, lower_is_better=lower)
-                scores = joined or _unpaired(each)
+                found = _scored(each, full, "score", called, top=top, lower=lower, is_base=each is base(members))
+                scores = found.scores or _unpaired(each)
                 if task == "longcontext":
                     scores = {plan: _official(score, each.records[plan]) for plan, score in scores.items()}
                 if scores:
-                    yield Measure(
-                        name=name if len(members) == 1 else f"{name}, {further}",
-                        task=task,
-                        unit="%" if share else "score",
-                        difference_unit=POINTS if share else "score",
-                        lower_is_better=lower,
-                        is_base=each is base(members),
-                        scores=scores,
-                    )
+                    yield replace(found, scores=scores)
 
 
 def _declared(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
     for task in declared_tasks(records):
-        if KINDS[task].of_cost:
-            continue
+        told = [] if KINDS[task].of_cost else KINDS[task].told
         members = series_of(records, task)
-        for metric in KINDS[task].told:
+        for metric in told:
             if metric.mean_of is None or metric.higher_is_better is None:
                 continue
-            for each, further in zip(members, named(members), strict=True):
-                lower = not metric.higher_is_better
-                values = [x for r in each.records.values() for x in r.values.get(metric.mean_of, ())]
-                share = metric.unit == "share" and not lower and all(0.0 <= x <= 1.0 for x in values)
-                top = 1.0 if share else None
-                scores = _joined([each], full, metric.mean_of, top=top, lower_is_better=lower)
-                if scores:
-                    name = f"{task} {metric.name}".replace("_", " ")
-                    yield Measure(
-                        name=name if len(members) == 1 else f"{name}, {further}",
-                        task=task,
-                        unit="%" if share else metric.unit or "score",
-                        difference_unit=POINTS if share else "score",
-                        lower_is_better=lower,
-                        is_base=each is base(members),
-                        scores=scores,
-                    )
+            top, lower = 1.0 if metric.unit == "share" else None, not metric.higher_is_better
+            for each, called in _called(f"{task} {metric.name}".replace("_", " "), members):
+                is_base = each is base(members)
+                found = _scored(each, full, metric.mean_of, called, top=top, lower=lower, is_base=is_base)
+                if found.scores:
+                    yield found if found.unit == "%" or not metric.unit else replace(found, unit=metric.unit)
+
+
+def _called(name: str, members: Sequence[Series]) -> Iterator[tuple[Series, str]]:
+    """Points with their names, which have what tells them apart where there are several."""
+    for each, further in zip(members, named(members), strict=True):
+        yield each, name if len(members) == 1 else f"{name}, {further}"
+
+
+def _scored(
+    each: Series, full: str | None, values: str, name: str, *, top: float | None, lower: bool, is_base: bool
+) -> Measure:
+    """A question at one point: in percent where all its values lie between 0 and a top, else on their own scale."""
+    known = [x for record in each.records.values() for x in record.values.get(values, ())]
+    share = top is not None and bool(known) and not lower and all(0.0 <= x <= top for x in known)
+    return Measure(
+        name=name,
+        task=each.task,
+        unit="%" if share else "score",
+        difference_unit=POINTS if share else "score",
+        lower_is_better=lower,
+        is_base=is_base,
+        scores=_joined([each], full, values, top=top if share else None, lower_is_better=lower),
+    )
 
 
 def _unpaired(series: Series) -> dict[str, Score]:
@@ -304,31 +288,31 @@ def _joined(
     With a `top` they are in percent of it.
     """
     scale = 1.0 if top is None else 100.0 / top
+    percent = None if top is None else 100.0
     if full is not None and any(full in each.records for each in members):
         members = [each for each in members if full in each.records]
+    references = [each.records[full] for each in members if full is not None and full in each.records]
+    theirs = tuple(x for record in references for x in record.values.get(name, ()))
     found = {}
     for plan in dict.fromkeys(plan for each in members for plan in each.records):
         mine = [each.records[plan] for each in members if plan in each.records and name in each.records[plan].values]
-        if len(mine) < len(members):
-            continue
-        values = tuple(x for r in mine for x in r.values[name])
-        references = [each.records[full] for each in members if full is not None and full in each.records]
-        theirs = tuple(x for r in references for x in r.values.get(name, ()))
-        if not values:
+        values = tuple(x for record in mine for x in record.values[name])
+        if len(mine) < len(members) or not values or not all(map(math.isfinite, values)):
             continue
         paired = losses = None
-        if len(theirs) == len(values):
-            paired = difference(values, theirs, top=top, scale=scale)
+        low = high = None
+        if len(theirs) == len(values) and all(map(math.isfinite, theirs)):
+            documents = documents_of(mine[0]) if name == "nll" and len(mine) == 1 else ()
+            paired = difference(values, theirs, documents=documents, top=top, scale=scale)
             losses = losses_of(
                 [scale * x for x in values],
                 [scale * x for x in theirs],
                 lower_is_better=lower_is_better,
-                top=None if top is None else 100.0,
+                documents=documents,
+                top=percent,
             )
-        low, high = _ends(
-            paired, scale * fmean(theirs) if paired is not None else None, top=None if top is None else 100.0
-        )
-        heaviest = max(mine, key=lambda r: r.bytes_held or 0)
+            low, high = _ends(paired, scale * fmean(theirs), top=percent)
+        heaviest = max(mine, key=lambda record: record.bytes_held or 0)
         found[plan] = Score(
             value=scale * fmean(values),
             difference=paired,
@@ -338,26 +322,14 @@ def _joined(
             samples=len(values),
             bytes_held=heaviest.bytes_held,
             ratio=_ratio(heaviest),
-            keys=_keys(mine, references if paired is not None else []),
+            keys=tuple(dict.fromkeys(each.key for each in [*mine, *(references if paired is not None else [])])),
         )
     return found
 
 
-def _against(ours: Record, full: Record | None) -> Estimate | None:
-    if full is None or len(ours.values["nll"]) != len(full.values.get("nll", ())):
-        return None
-    if not all(map(math.isfinite, full.values["nll"])):
-        return None
-    return difference(ours.values["nll"], full.values["nll"], documents=documents_of(ours))
-
-
-def _keys(ours: Sequence[Record], references: Sequence[Record]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(record.key for record in [*ours, *references]))
-
-
-def _ends(found: Estimate | None, start: float | None, top: float | None = None) -> tuple[float | None, float | None]:
+def _ends(found: Estimate, start: float, top: float | None) -> tuple[float | None, float | None]:
     """The interval moved to where 'full' is; of scores that end at a top, what lies between 0 and it."""
-    if found is None or start is None or found.low is None or found.high is None:
+    if found.low is None or found.high is None:
         return None, None
     low, high = start + found.low, start + found.high
     return (low, high) if top is None else (max(0.0, low), min(top, high))

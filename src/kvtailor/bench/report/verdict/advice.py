@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from kvtailor.bench.measure.equivalence import Margins, Outcome
 from kvtailor.bench.report.rows import Row
 from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
-from kvtailor.bench.report.verdict.judged import Judged, fell
-from kvtailor.bench.report.verdict.verdict import beats_full, best_of, judge
-from kvtailor.bench.report.verdict.words import limits, share_of_bytes
+from kvtailor.bench.report.verdict.verdict import Judged, beats_full, best_of, fell, judge, limits, share_of_bytes
 
 __all__ = ["Advice", "advise"]
 
