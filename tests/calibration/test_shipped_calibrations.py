@@ -32,7 +32,7 @@ PLANS = {
     "lukv": "expected(epsilon=0.02) + lukv @ tokens=24",
 }
 # A file of these is larger than all others together, and nothing is shipped that a user can train in a minute.
-NOT_SHIPPED = {"kvzap", "fastkvzip", "expected", "kvtc"}
+NOT_SHIPPED = {"kvzap", "fastkvzip", "expected", "kvtc", "static_fp8"}
 every_file = pytest.mark.parametrize("made", shipped(), ids=lambda made: f"{made.model} {made.kind}")
 
 

@@ -48,7 +48,10 @@ REFUSED = {
     "merge": {each: {"latents"} for each in ("asymkv", "blend", "cam", "d2o", "matching")},
     "encode": {
         each: {"latents"}
-        for each in ("channels", "indexed", "kvplugin", "kvtc", "lowrank", "minicache", "orthogonal", "unrotated")
+        for each in (
+            *("channels", "indexed", "kvplugin", "kvtc", "lowrank", "minicache", "orthogonal", "static_fp8"),
+            "unrotated",
+        )
     },
     "store": {},
     "attend": {each: {"latents"} for each in ("quest", "rocket", "rolling")},

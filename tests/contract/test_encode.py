@@ -18,9 +18,11 @@ from kvtailor.encode.contract import Codec, CodecContext
 from kvtailor.encode.floats.mxfp4 import MxFp4
 from kvtailor.encode.floats.mxfp8 import MxFp8
 from kvtailor.encode.gaussian import Gaussian
+from kvtailor.encode.ggml import Ggml
 from kvtailor.encode.hadamard import Hadamard
 from kvtailor.encode.higgs import Higgs
 from kvtailor.encode.plain import Plain
+from kvtailor.encode.static_fp8 import StaticFp8
 from kvtailor.encode.subspace.projecting import Projecting
 from kvtailor.errors import CacheMisuse
 from kvtailor.plan import Plan
@@ -268,7 +270,8 @@ def test_equal_values_stay_finite_and_what_they_were(codec: Codec) -> None:
             allowed = 0.5 if loses else 4 * torch.finfo(dtype).eps
             # Of 16 points none is near two equal channels whose length is not kept.
             allowed = 0.7 if isinstance(inner, Higgs) else allowed
-            allowed = 1.0 if isinstance(codec, Channels) else allowed
+            # What lies outside of calibrated scales, or of steps in float16, is cut or becomes 0.
+            allowed = 1.0 if isinstance(codec, Channels | Ggml | StaticFp8) else allowed
             for found in encoded(codec, Layout(rows=1, heads=2, size=63, start=0), x, x).decode():
                 assert bool(found.isfinite().all())
                 assert bool(((found - x).double().abs() <= allowed * x.double().abs()).all())

@@ -1,11 +1,12 @@
-"""Files of other projects as calibrations: released Q-filters, DuoAttention's patterns, LU-KV's curves.
+"""Files of other projects as calibrations: Q-filters, DuoAttention's patterns, LU-KV's curves, checkpoints' scales.
 
 Q-filters (`nthngdy/*_qfilt` on the hub, arXiv 2503.02812) are one safetensors file with the tensor `q_filters`,
 (layers, kv heads, d), and keys are scored there by minus their projection: the sign is turned here. A pattern of
 DuoAttention (arXiv 2410.10819) is `full_attention_heads.tsv`, a line for each layer and in it a number for each kv
 head, separated by tabs and cut to 0 to 1 where it is used; `config.json` beside it has the sizes that its streaming
 heads were trained with. A curve of LU-KV (arXiv 2602.08585) is one NumPy array (99, layers, kv heads): the share that
-each head drops where 1 to 99 percent of all tokens go. All formats are as kvpress (Apache-2.0) reads them.
+each head drops where 1 to 99 percent of all tokens go. These formats are as kvpress (Apache-2.0) reads them. A
+checkpoint with scales of an 8-bit cache is a folder that serving engines load, see `checkpoint_scales`.
 
 Nothing in such a file says which weights it was made from: that is the caller's word. What text it was measured on is
 not known either, so the bench cannot refuse to judge it by that text, and the file's verdict says so.
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from kvtailor.allocate.lukv import RATIOS
 from kvtailor.bench.data.overlap import written
+from kvtailor.calibration.checkpoint_scales import read_scales
 from kvtailor.calibration.run import head_of, subject_of
 from kvtailor.calibration_file import Calibration, read, write
 from kvtailor.errors import CalibrationError, UnknownName
@@ -67,30 +69,57 @@ def import_released(
     target, path = Path(out).expanduser(), Path(source).expanduser()
     if target.exists() and not again:
         raise CalibrationError(f"{target} is there already: give another file, or ask for it again (again, --again)")
-    if path.is_dir():
-        # A curve has a name of its own for each model and score.
-        path = path / {"qfilters": _FILTERS, "duo": _PATTERN}.get(kind, "")
+    subject = subject_of(model)
+    geometry = Geometry.of(subject.model.config)
+    if kind == _SCALES:
+        digest, tensors = _scales(path, geometry)
+    else:
+        if path.is_dir():
+            # A curve has a name of its own for each model and score.
+            path = path / {"qfilters": _FILTERS, "duo": _PATTERN}.get(kind, "")
+        digest, tensors = _of_file(kind, path, geometry, subject.name)
+    facts: dict[str, Any] = {
+        "verdict": "imported; on which text it was measured is not known, so no record can vouch for another",
+        "released": {"file": path.name, "sha256": digest, "beside": {} if kind == _SCALES else _beside(path)},
+    }
+    words = ["kvtailor", "calibrate", kind, "--model", subject.name, "--released", path.name, "--out", target.name]
+    head = head_of(kind, subject, {"tokens": 0, "imported": path.name, "command": shlex.join(words)})
+    write(target, tensors, {**head, "facts": json.dumps(facts), **written(())})
+    return read(str(target), kind, "what was just written")
+
+
+def _of_file(kind: str, path: Path, geometry: Geometry, model: str) -> tuple[str, dict[str, Tensor]]:
+    """The file's sha256, and its tensor of the compressed layers."""
     try:
         content = read_file(str(path), f"{kind}: released")
     except ValueError as error:
         raise CalibrationError(str(error)) from error
-    name, found = RELEASED[kind](content.data, path)
-    subject = subject_of(model)
-    geometry = Geometry.of(subject.model.config)
+    name, found = _READERS[kind](content.data, path)
     wanted = (geometry.layers, geometry.kv_heads, RATIOS if kind == "lukv" else geometry.head_dim)[: found.ndim]
     if tuple(found.shape) != wanted:
         raise CalibrationError(
-            f"{path} is for a model of {_told(tuple(found.shape))}, and {subject.name} has {_told(wanted)}: give the "
-            "file that was released for it"
+            f"{path} is for a model of {_told(tuple(found.shape))}, and {model} has {_told(wanted)}: give the file "
+            "that was released for it"
         )
-    facts: dict[str, Any] = {
-        "verdict": "imported; on which text it was measured is not known, so no record can vouch for another",
-        "released": {"file": path.name, "sha256": content.hash, "beside": _beside(path)},
+    return content.hash, {name: found[list(geometry.compressed)]}
+
+
+def _scales(folder: Path, geometry: Geometry) -> tuple[str, dict[str, Tensor]]:
+    """A hash of a checkpoint's scales, and these for each kv head of the compressed layers."""
+    found = read_scales(folder)
+    sides = {"key_scale": found.keys, "value_scale": found.values}
+    lacking = [layer for layer in geometry.compressed if layer not in found.keys]
+    sizes = {each.numel() for scales in sides.values() for each in scales.values()}
+    if lacking or not sizes <= {1, geometry.kv_heads}:
+        raise CalibrationError(
+            f"{folder} has {sorted(sizes)} scales for each of {len(found.keys)} layers, and the model has "
+            f"{len(geometry.compressed)} layers of {geometry.kv_heads} kv heads: give a checkpoint of that model"
+        )
+    tensors = {
+        name: torch.stack([scales[layer].expand(geometry.kv_heads).clone() for layer in geometry.compressed])
+        for name, scales in sides.items()
     }
-    words = ["kvtailor", "calibrate", kind, "--model", subject.name, "--released", path.name, "--out", target.name]
-    head = head_of(kind, subject, {"tokens": 0, "imported": path.name, "command": shlex.join(words)})
-    write(target, {name: found[list(geometry.compressed)]}, {**head, "facts": json.dumps(facts), **written(())})
-    return read(str(target), kind, "what was just written")
+    return found.hash, tensors
 
 
 def _filters(data: bytes, path: Path) -> tuple[str, Tensor]:
@@ -137,12 +166,11 @@ def _curve(data: bytes, path: Path) -> tuple[str, Tensor]:
     return "pruned", found.permute(1, 2, 0).contiguous()
 
 
-RELEASED: dict[str, Callable[[bytes, Path], tuple[str, Tensor]]] = {
-    "qfilters": _filters,
-    "duo": _gates,
-    "lukv": _curve,
-}
-"""For each kind what reads a released file: the name of its tensor here, and the tensor by layer of the model."""
+_SCALES = "static_fp8"
+# What reads a released file: the name of its tensor here, and the tensor by layer of the model.
+_READERS: dict[str, Callable[[bytes, Path], tuple[str, Tensor]]] = {"qfilters": _filters, "duo": _gates, "lukv": _curve}
+RELEASED = (*_READERS, _SCALES)
+"""The kinds of which files of others are known."""
 
 
 def _beside(path: Path) -> dict[str, Any]:

@@ -41,7 +41,7 @@ __all__ = ["command"]
     "--released",
     type=click.Path(exists=True, path_type=Path),
     help="Take what another project released for the model: Q-filters' model.safetensors, DuoAttention's "
-    "full_attention_heads.tsv, or a curve of LU-KV (.npy).",
+    "full_attention_heads.tsv, a curve of LU-KV (.npy), or a checkpoint's folder with k_scale and v_scale.",
 )
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The file to write.  [must be given]")
 @click.option("--again", is_flag=True, help="Replace a file that is there.")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvtailor.ops import huge_pages
 from kvtailor.ops.codes.quant import (
+    FLAT,
     MOST_E4M3,
     dequantise,
     from_e4m3,
@@ -174,6 +175,17 @@ class FloatCodes(TimeGrouped):
         if codes.shape[1] > states.shape[1]:
             codes = codes[:, : states.shape[1]].clone(memory_format=torch.contiguous_format)
         return cls(group=group, codes=codes, scale=scale)
+
+    @classmethod
+    def scaled(cls, states: Tensor, group: int, scale: Tensor) -> FloatCodes:
+        """Floats of states (m, s, c) in scales (m,) that are given; larger magnitudes become 448 scales.
+
+        Each stands beside every run of `group` tokens, in the cache's dtype, to which it is rounded before it is used.
+        """
+        own = scale.to(states.dtype)
+        own = torch.where(own > 0, own, torch.full_like(own, FLAT))[:, None, None]
+        codes = to_e4m3(states.float() / own.float())
+        return cls(group=group, codes=codes, scale=own.repeat(1, -(-states.shape[1] // group), 1))
 
     @cached_property
     def code_layout(self) -> CodeLayout:
