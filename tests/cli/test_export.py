@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from tests.support.fitting.made_fits import made_fit
 
 from kvtailor.bench.measure.statistics import mean_difference
 from kvtailor.bench.schema import read_records
 from kvtailor.cli import main
+from kvtailor.plan import Plan
 
 RECORDS = Path(__file__).parents[2] / "docs" / "records" / "smollm2-135m"
 
@@ -27,10 +29,11 @@ def test_layers_without_codes_become_the_list_that_vllm_skips():
 @pytest.mark.parametrize("plan, near", [("fp8", "fp8"), ("mxfp4", "nvfp4"), ("snapkv @ tokens=1536", "fp8")])
 def test_losses_are_those_of_the_records(plan, near):
     code, text = run("vllm", plan, "--records", str(RECORDS), "--json")
-    assert code == 0 and f"kvtailor's {near}, a neighbour of the setting and not vLLM's own" in " ".join(text.split())
+    assert code == 0 and f"kvtailor's {near}, a neighbour of the setting, which vLLM itself" in " ".join(text.split())
     found = json.loads(text.splitlines()[-1])
     scored = [each for each in read_records(RECORDS) if each.task == "perplexity"]
-    for what, line in (("plan", found["plan"]), ("neighbour", near)):
+    assert found["losses"]["neighbour"] == near
+    for what, line in (("plan", found["plan"]), ("setting", near)):
         loss = found["losses"][what]
         pairs = [
             (ours.values, full.values)
@@ -45,7 +48,7 @@ def test_losses_are_those_of_the_records(plan, near):
         assert loss["value"] == pytest.approx(
             mean_difference(ours["nll"], full["nll"], documents=ours["document"]).value
         )
-    assert found["losses"]["neighbour"] is not None
+    assert found["losses"]["setting"] is not None
 
 
 def test_what_was_not_measured_is_null():
@@ -55,7 +58,8 @@ def test_what_was_not_measured_is_null():
 
 def test_a_plan_that_evicts_is_told_eight_bits():
     code, text = run("vllm", "snapkv @ tokens=100")
-    assert code == 0 and "--kv-cache-dtype fp8" in text and "snapkv at 100 is missing" in text
+    assert code == 0 and "--kv-cache-dtype fp8" in text and "snapkv @ tokens=100 is missing" in text
+    assert "dropped by kvtailor's cache inside transformers" in " ".join(text.split())
 
 
 def test_a_plan_that_changes_nothing_is_told_the_uncompressed_cache():
@@ -69,5 +73,27 @@ def test_an_unknown_engine_names_its_neighbour():
 
 
 def test_a_setting_without_a_neighbour_of_ours_is_told_as_not_measured():
-    code, text = run("llama.cpp", "kivi4", "--records", str(RECORDS))
+    code, text = run("transformers", "kivi4", "--records", str(RECORDS))
     assert code == 0 and "loss of the setting: not known" in text
+
+
+def test_a_fit_s_folder_has_its_layers_losses(tmp_path):
+    made = made_fit(8)
+    made.save(tmp_path)
+    code, text = run("vllm", str(tmp_path), "--json")
+    found = json.loads(text.splitlines()[-1])
+    assert (
+        code == 0
+        and found["plan"] == str(Plan.parse(made.plan))
+        and tuple(found["skipped"]) == made.export("vllm").skipped
+    )
+    assert "Layers were compared by what each lost alone" in " ".join(text.split())
+    code, text = run("vllm", str(tmp_path / "fitted.toml"))
+    assert code == 0 and "what each layer loses was not measured" in " ".join(text.split())
+
+
+def test_a_model_numbers_its_layers():
+    code, text = run("vllm", "by_layer(of=[plain, fp8], layers=[0, 1, 1, 1, 1, 1])", "--model", "demo", "--json")
+    assert code == 0 and json.loads(text.splitlines()[-1])["skipped"] == [0] and "Layers are counted" not in text
+    code, text = run("vllm", "kivi4", "--model", "demo", "--layers", "6")
+    assert code == 2 and "give one" in text

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtailor.bench.data.overlap import Calibrated
-from kvtailor.errors import KvtailorError, PlanError
-from kvtailor.ops.files import read_toml
+from kvtailor.errors import PlanError
 from kvtailor.presets import FULL
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ class Contestant:
 
     @classmethod
     def named(cls, text: str, *, may_be_missing: bool = False) -> Contestant:
-        """The contestant of what a user named: a plan in one line, or the path of a TOML file with one.
+        """The contestant of what a user named: a plan in one line, or the path of a TOML file or a folder with one.
 
         Args:
             text: of the user.
@@ -88,15 +86,17 @@ class Contestant:
             PlanError: the plan has faults.
             KvtailorError: there is no such file.
         """
-        text = text.strip()
-        if not text.endswith(".toml"):
-            return cls.of(text, may_be_missing=may_be_missing)
         from kvtailor.plan import Plan
 
+        in_line = None if text.strip().endswith(".toml") else cls.of(text, may_be_missing=True)
+        if in_line is not None and not in_line.missing:
+            return in_line
         try:
-            plan = Plan.from_toml(read_toml(Path(text).expanduser()))
-        except OSError as error:
-            raise KvtailorError(f"asked for the plan in {text}, which cannot be read: {error}") from error
+            plan = Plan.named(text)
+        except PlanError:
+            if in_line is not None and may_be_missing:
+                return in_line
+            raise
         return cls(label=str(plan), text=str(plan), hash=plan.hash, plan=plan)
 
 

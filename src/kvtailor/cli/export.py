@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from kvtailor.cli.words.lines import say
-from kvtailor.cli.words.plan import read_plan
+from kvtailor.cli.words.plan import read_plan, read_plan_and_layers
+
+if TYPE_CHECKING:
+    from kvtailor.bench.measure.statistics import Estimate
 
 __all__ = ["command"]
+
+_CHECKPOINT = "compressed-tensors"
 
 
 @click.command(short_help="Write a plan as the nearest setting of another engine.")
@@ -19,44 +26,117 @@ __all__ = ["command"]
 @click.argument("plan", nargs=-1, required=True)
 @click.option("--layers", type=click.IntRange(1), help="How many the plan compresses.  [as many as its codec names]")
 @click.option(
+    "--model",
+    help="'demo', a folder or a hub name: numbers of its layers, where it has some that no plan compresses; for "
+    "compressed-tensors the checkpoint's folder.",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="compressed-tensors: the folder that the checkpoint is copied to."
+)
+@click.option(
     "--records",
     type=click.Path(exists=True, path_type=Path),
     help="Records of one model: what the plan and the setting's neighbour were measured to lose.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
-def command(engine: str, plan: tuple[str, ...], layers: int | None, records: Path | None, as_json: bool) -> None:
-    """Write PLAN, a line or a TOML file, as the nearest setting of ENGINE.
+def command(
+    engine: str,
+    plan: tuple[str, ...],
+    layers: int | None,
+    model: str | None,
+    out: Path | None,
+    records: Path | None,
+    as_json: bool,
+) -> None:
+    """Write PLAN, a line, a TOML file or a fit's folder, as the nearest setting of ENGINE.
 
-    Engines: vllm, sglang, tensorrt-llm, llama.cpp, transformers.
+    Engines: vllm, sglang, tensorrt-llm, llama.cpp, transformers; and compressed-tensors, which gets a copy of the
+    checkpoint with calibrated scales.
 
     \b
-    kvtailor export vllm fitted/fitted.toml
+    kvtailor export vllm fitted                  # with layers to skip, by what each was measured to lose
     kvtailor export llama.cpp "kivi(key_bits=8, value_bits=4)"
+    kvtailor export compressed-tensors "static_fp8(file=F.safetensors)" --model FOLDER --out FOLDER
 
     No engine runs a plan of kvtailor. What the setting lacks is said, and its loss where --records has measured it.
     """
+    if engine.lower() == _CHECKPOINT:
+        _write_checkpoint(plan, model, out, records, as_json)
+        return
+    if out is not None:
+        raise click.UsageError(f"--out is for {_CHECKPOINT}: the settings of {engine} are printed.")
+    from kvtailor.bench.recorded_losses import losses_beside
     from kvtailor.bench.schema import read_records
-    from kvtailor.fitting.engines import measured_losses, setting_of
+    from kvtailor.plan.engines import WHO_DROPS
 
-    parsed = read_plan(plan)
-    setting = setting_of(parsed, engine, layers)
-    losses = {} if records is None else measured_losses(parsed, setting, read_records(records))
+    if layers is not None and model is not None:
+        raise click.UsageError("--layers and --model both say which layers are compressed: give one.")
+    parsed, measured = read_plan_and_layers(plan)
+    setting = parsed.export(engine, layers=layers if model is None else _numbers(model), measured=measured)
+    losses = None if records is None else losses_beside(parsed, setting, read_records(records))
     say(setting.setting or f"{setting.engine} has no setting that comes near: serve with its uncompressed cache.")
     if setting.lacks:
         say(f"{setting.engine}: {setting.lacks}")
-    near = f"kvtailor's {setting.neighbour}, a neighbour of the setting and not {setting.engine}'s own arithmetic"
-    whose = {"plan": "the plan", "neighbour": near}
-    for what, loss in losses.items():
-        if what == "neighbour" and setting.neighbour is None:
-            say("loss of the setting: not known, since it was not run and no plan of kvtailor stands beside it")
-        elif loss is None:
-            say(f"loss of {whose[what]}: not measured in {records}")
-        else:
-            between = "" if loss.low is None else f" ({loss.low:+.4f} to {loss.high:+.4f})"
-            say(f"loss of {whose[what]}: {loss.value:+.4f} nats a token{between}, {loss.count} windows")
-    if records is None:
+    if parsed.evicts:
+        say(WHO_DROPS)
+    if setting.skipping:
+        say(setting.skipping)
+    if losses is None:
         say("What either loses is not known here: give --records.")
+    else:
+        _say_loss("the plan", losses.plan, records)
+        if losses.neighbour is None:
+            say("loss of the setting: not known, since it was not run and no plan of kvtailor stands beside it")
+        else:
+            beside = f"a neighbour of the setting, which {setting.engine} itself was not run for"
+            _say_loss(f"kvtailor's {losses.neighbour}, {beside}", losses.setting, records)
     say(f"Options as of {setting.engine} {setting.version} ({setting.source}); none was run on a GPU.")
     if as_json:
-        found = {what: None if loss is None else asdict(loss) for what, loss in losses.items()}
+        found = {} if losses is None else asdict(losses)
         click.echo(json.dumps({"plan": str(parsed), **asdict(setting), "losses": found}, ensure_ascii=False))
+
+
+def _say_loss(whose: str, loss: Estimate | None, records: Path | None) -> None:
+    if loss is None:
+        say(f"loss of {whose}: not measured in {records}")
+        return
+    between = "" if loss.low is None else f" ({loss.low:+.4f} to {loss.high:+.4f})"
+    say(f"loss of {whose}: {loss.value:+.4f} nats a token{between}, {loss.count} windows")
+
+
+def _write_checkpoint(
+    plan: tuple[str, ...], model: str | None, out: Path | None, records: Path | None, as_json: bool
+) -> None:
+    """`export compressed-tensors`."""
+    if model is None or out is None:
+        raise click.UsageError(
+            f"{_CHECKPOINT} gets a copy of a checkpoint: give --model, the folder that has it, and --out, one to make."
+        )
+    from kvtailor.bench.recorded_losses import recorded_loss
+    from kvtailor.bench.schema import read_records
+    from kvtailor.calibration.checkpoint_scales import export_scales
+
+    parsed = read_plan(plan)
+    made = export_scales(parsed, Path(model).expanduser(), out)
+    loss = None if records is None else recorded_loss(parsed, read_records(records))
+    say(f"{made.folder}: {len(made.names)} scales beside the weights, and their kv_cache_scheme in config.json")
+    skipped = f" --kv-cache-dtype-skip-layers {' '.join(map(str, made.without))}" if made.without else ""
+    say(f"vllm serve {made.folder}{skipped}")
+    if "per=head" in str(parsed):
+        say("Scales of single heads need an attention backend of vLLM that takes them; per=tensor needs none.")
+    if records is None:
+        say(f'what exactly these scales lose: kvtailor check "{parsed}" --model {model} --measure')
+    else:
+        _say_loss("the plan", loss, records)
+    say("Names as vLLM and compressed-tensors 0.20.0 have them; nothing was run on a GPU.")
+    if as_json:
+        found = {"plan": str(parsed), "folder": str(made.folder), "tensors": made.names, "without": made.without}
+        click.echo(json.dumps({**found, "loss": None if loss is None else asdict(loss)}, ensure_ascii=False))
+
+
+def _numbers(model: str) -> Sequence[int]:
+    """Those of the layers that plans compress."""
+    from kvtailor.hf.model.config import config_of
+    from kvtailor.hf.model.geometry import Geometry
+
+    return tuple(Geometry.of(config_of(model)).compressed)

@@ -8,11 +8,11 @@ from typing import Any
 
 from kvtailor.bench.measure.statistics import Estimate
 from kvtailor.bench.report.front import front_of
-from kvtailor.fitting.engines import EngineSetting, nearest_settings, setting_of
 from kvtailor.fitting.layers import Additivity, LayerMap
 from kvtailor.fitting.question import Question
 from kvtailor.fitting.verdict import Judged
 from kvtailor.plan import Plan, registry
+from kvtailor.plan.engines import EngineSetting
 
 __all__ = ["Answer", "FrontPoint", "marked", "short_plan"]
 
@@ -116,15 +116,22 @@ class Answer:
     @property
     def engines(self) -> tuple[EngineSetting, ...]:
         """The nearest settings of other engines."""
-        return nearest_settings(Plan.parse(self.plan))
+        return Plan.parse(self.plan).exports(measured=self.layers)
 
-    def export(self, engine: str) -> EngineSetting:
+    def export(self, engine: str, *, layers: Sequence[int] | None = None) -> EngineSetting:
         """Return the nearest setting of one engine: "vllm", "sglang", "tensorrt-llm", "llama.cpp" or "transformers".
+
+        Where the engine can leave layers whole, these are chosen by what each layer was measured to lose.
+
+        Args:
+            engine: its name.
+            layers: numbers in the model of the layers that the plan compresses; None: it compresses all.
 
         Raises:
             UnknownName: there is no such engine here.
+            ArgumentError: the numbers of layers do not agree.
         """
-        return setting_of(Plan.parse(self.plan), engine)
+        return Plan.parse(self.plan).export(engine, layers=layers, measured=self.layers)
 
     def toml(self) -> str:
         """Return the plan as TOML, with where it comes from."""

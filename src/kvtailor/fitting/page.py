@@ -460,7 +460,10 @@ def _sizes(found: Answer) -> Part:
 
 def _engines(found: Answer) -> Part:
     rows = tuple(
-        (Cell(text=each.engine), *(Cell(text=text) if text else EMPTY for text in (each.setting, each.lacks)))
+        (
+            Cell(text=each.engine),
+            *(Cell(text=text) if text else EMPTY for text in (each.setting, f"{each.lacks} {each.skipping}".strip())),
+        )
         for each in found.engines
     )
     grid = Grid(

@@ -13,20 +13,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Literal
 
 from kvtailor.allocate.contract import Allocator
 from kvtailor.attend.contract import Attention
 from kvtailor.encode.contract import Codec
-from kvtailor.errors import PlanError
+from kvtailor.errors import KvtailorError, PlanError
 from kvtailor.merge.contract import Merger
 from kvtailor.method import Method
+from kvtailor.ops.files import read_toml
 from kvtailor.ops.notebook_html import Shown, Strong, html_block, html_table
 from kvtailor.plan import registry
 from kvtailor.plan.arguments import given_of, identity_of, with_nested, word_of
 from kvtailor.plan.check import SETTINGS, all_faults, wrong_kinds
+from kvtailor.plan.engines import EngineSetting, LayerLosses, nearest_settings, setting_of
 from kvtailor.plan.grammar import Word, toml_value, write_bytes, write_value
 from kvtailor.plan.read import Asked, line_parts, toml_parts
 from kvtailor.presets import FULL
@@ -36,6 +41,10 @@ from kvtailor.store.contract import Placement
 from kvtailor.types import Needs, Softmax
 
 __all__ = ["Plan", "parse"]
+
+_LONGEST_PATH = 1024
+# Of a plan card, and of a fit.
+_PLAN_FILES = ("plan.toml", "fitted.toml")
 
 
 def _null(stage: str) -> Any:
@@ -105,6 +114,46 @@ class Plan:
             PlanError: with all faults at once.
         """
         return _made(text, toml_parts(text))
+
+    @classmethod
+    def named(cls, text: str) -> Plan:
+        """The plan that a user named: in one line, or by the path of what `load` reads.
+
+        A folder whose name is a plan too, such as "kivi4", has to be written with a separator: "./kivi4".
+
+        Raises:
+            PlanError: with all faults at once.
+            KvtailorError: the file cannot be read, or the folder has no plan.
+        """
+        path = text.strip()
+        if path.endswith(".toml"):
+            return cls.load(path)
+        try:
+            return parse(text)
+        except PlanError:
+            if len(path) < _LONGEST_PATH and Path(path).expanduser().is_dir():
+                return cls.load(path)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan of a TOML file, or of a folder that has one: a plan card's, or what a fit wrote.
+
+        Raises:
+            PlanError: with all faults at once.
+            KvtailorError: there is none, or it cannot be read.
+        """
+        where = Path(path).expanduser()
+        file = where
+        if where.is_dir():
+            there = [where / name for name in _PLAN_FILES if (where / name).is_file()]
+            if not there:
+                raise KvtailorError(f"asked for the plan in {where}, found none of {', '.join(_PLAN_FILES)} there")
+            file = there[0]
+        try:
+            return cls.from_toml(read_toml(file))
+        except OSError as error:
+            raise KvtailorError(f"the plan file {file} cannot be read: {error}") from error
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -185,6 +234,35 @@ class Plan:
         text = json.dumps({**parts, **self._settings, "slack": self.slack_tokens}, sort_keys=True, default=repr)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
+    def export(
+        self, engine: str, *, layers: int | Sequence[int] | None = None, measured: LayerLosses | None = None
+    ) -> EngineSetting:
+        """Return the nearest setting of another engine, what it lacks, and the layers that it is to leave whole.
+
+        ```python
+        setting = Plan.parse("kivi4").export("vllm")
+        print(setting.setting, setting.lacks)
+        ```
+
+        Args:
+            engine: "vllm", "sglang", "tensorrt-llm", "llama.cpp" or "transformers", in any case.
+            layers: how many layers the plan compresses, or their numbers in the model; None: as many as its codec
+                names, or as were measured.
+            measured: what each layer loses by itself, as `Fit.layers` has it. Where the engine can leave layers whole,
+                its types are compared by what the layers that they encode lost, at no more bits than the plan has.
+
+        Raises:
+            UnknownName: there is no such engine here.
+            ArgumentError: the numbers of layers do not agree.
+        """
+        return setting_of(engine, self.encode, drops=self._drops, layers=layers, measured=measured)
+
+    def exports(
+        self, *, layers: int | Sequence[int] | None = None, measured: LayerLosses | None = None
+    ) -> tuple[EngineSetting, ...]:
+        """Return `export` of each engine."""
+        return nearest_settings(self.encode, drops=self._drops, layers=layers, measured=measured)
+
     def to_toml(self) -> str:
         """The plan as TOML; arguments at their defaults are left out."""
         lines = [f"{name} = {toml_value(value)}" for name, value in self._settings.items()]
@@ -223,6 +301,11 @@ class Plan:
     def _settings(self) -> dict[str, Any]:
         """The budgets and the slack that were given."""
         return {name: getattr(self, name) for name in SETTINGS if getattr(self, name) is not None}
+
+    @property
+    def _drops(self) -> str:
+        """How tokens are dropped, in words; empty where none are."""
+        return "" if self.score is None else f"{registry.name_of(self.score)} @ {str(self).rpartition(' @ ')[2]}"
 
     def _words(self) -> dict[str, Word]:
         """The word of each stage that is not at its default."""

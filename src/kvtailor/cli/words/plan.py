@@ -1,4 +1,4 @@
-"""The PLAN that a verb gets, in one or several shell words or a TOML file, and the calibration files that it reads.
+"""The PLAN that a verb gets, in shell words, a TOML file or a folder, and the calibration files that it reads.
 
 What is printed about these files, and which of them a plan reads, is known before any model is loaded.
 """
@@ -9,13 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtailor.errors import KvtailorError
-
 if TYPE_CHECKING:
     from kvtailor.calibration_file import Calibration
+    from kvtailor.fitting.layers import LayerMap
     from kvtailor.plan import Plan
 
-__all__ = ["about", "lines_of", "read_by", "read_plan"]
+__all__ = ["about", "lines_of", "read_by", "read_plan", "read_plan_and_layers"]
 
 
 def read_plan(words: tuple[str, ...]) -> Plan:
@@ -23,18 +22,25 @@ def read_plan(words: tuple[str, ...]) -> Plan:
 
     Raises:
         PlanError: with all faults at once.
-        KvtailorError: the TOML file cannot be read.
+        KvtailorError: the TOML file cannot be read, or the folder has no plan.
     """
-    from kvtailor.ops.files import read_toml
     from kvtailor.plan import Plan
 
-    text = " ".join(words)
-    if not text.strip().endswith(".toml"):
-        return Plan.parse(text)
-    try:
-        return Plan.from_toml(read_toml(Path(text.strip()).expanduser()))
-    except OSError as error:
-        raise KvtailorError(f"the plan file {text.strip()} cannot be read: {error}") from error
+    return Plan.named(" ".join(words))
+
+
+def read_plan_and_layers(words: tuple[str, ...]) -> tuple[Plan, LayerMap | None]:
+    """The plan, and what a fit measured of each layer where the words name its folder.
+
+    Raises:
+        PlanError: with all faults at once.
+        KvtailorError: the TOML file or the fit cannot be read.
+    """
+    from kvtailor.fitting.result import RESULT_FILE, Fit
+
+    plan, folder = read_plan(words), Path(" ".join(words).strip()).expanduser()
+    fitted = len(words) == 1 and (folder / RESULT_FILE).is_file()
+    return plan, Fit.load(folder).layers if fitted else None
 
 
 def about(made: Calibration) -> dict[str, Any]:

@@ -1,0 +1,190 @@
+"""What comes nearest in other engines, and what they cannot express."""
+
+from itertools import chain, combinations, product
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+from tests.support.fitting.made_fits import made_fit
+
+from kvtailor.errors import ArgumentError, UnknownName
+from kvtailor.plan import Plan
+from kvtailor.plan.engines import ENGINES
+
+VLLM = next(each for each in ENGINES if each.name == "vLLM")
+
+
+def settings(text, **more):
+    return {each.engine: each for each in Plan.parse(text).exports(**more)}
+
+
+def losses(state, layers=6, widths=(0, 8, 4, 3)):
+    """Losses of layers of made-up sizes; some are below 0, as noise is."""
+    chance = Random(state)
+    rows = [[(0.0, *(chance.uniform(-0.2, 1) for _ in widths[1:])) for _ in range(layers)] for _ in range(2)]
+    return SimpleNamespace(widths=widths, keys=rows[0], values=rows[1])
+
+
+def test_eight_bits_are_what_engines_have():
+    found = settings("fp8")
+    assert found["vLLM"].setting == "--kv-cache-dtype fp8" and found["vLLM"].lacks == ""
+    assert found["llama.cpp"].setting == "--flash-attn on --cache-type-k q8_0 --cache-type-v q8_0"
+
+
+def test_layers_that_are_not_encoded_are_skipped_where_an_engine_can():
+    found = settings("by_layer(of=[plain, kivi(bits=8, recent=32)], layers=[0, 1, 1, 0])")
+    assert found["vLLM"].setting == "--kv-cache-dtype int8_per_token_head --kv-cache-dtype-skip-layers 0 3"
+    assert "one setting for all layers" in found["SGLang"].lacks
+
+
+@pytest.mark.parametrize(
+    "text, keys, values",
+    [
+        ("kivi(key_bits=8, value_bits=4)", "q8_0", "q4_1"),
+        ("sides(keys=kivi(bits=8), values=plain)", "q8_0", "f16"),
+        ("kivi(bits=4, only=values)", "f16", "q4_1"),
+        ("hadamard(of=vector(bits=5, symmetric=false))", "q5_1", "q5_1"),
+        ("vector(bits=5)", "q5_0", "q5_0"),
+        ("vector(bits=6)", "q5_0", "q5_0"),
+        ("turboquant4", "q4_0", "q4_0"),
+    ],
+)
+def test_each_side_has_its_own_width(text, keys, values):
+    assert settings(text)["llama.cpp"].setting == f"--flash-attn on --cache-type-k {keys} --cache-type-v {values}"
+
+
+@pytest.mark.parametrize(
+    "text, dtype",
+    [
+        ("fp8", "fp8"),
+        ("kivi(bits=8)", "int8_per_token_head"),
+        ("kivi4", "int4_per_token_head"),
+        ("nvfp4", "nvfp4"),
+        ("turboquant4", "turboquant_4bit_nc"),
+        ("turboquant3", "turboquant_3bit_nc"),
+        ("kivi(key_bits=8, value_bits=4)", "turboquant_k8v4"),
+        ("kivi(bits=2)", "turboquant_3bit_nc"),
+    ],
+)
+def test_the_nearest_of_vllm_has_the_plan_s_bits_and_form(text, dtype):
+    assert settings(text)["vLLM"].setting == f"--kv-cache-dtype {dtype}"
+
+
+def test_no_type_of_an_engine_is_nearer_than_the_one_that_is_taken():
+    """By the definition, over all widths: the sum of the differences of bits."""
+    for keys, values in product(range(1, 9), repeat=2):
+        found = settings(f"kivi(key_bits={keys}, value_bits={values})")
+        for engine in ENGINES:
+            away = {each.option: abs(each.keys.bits - keys) + abs(each.values.bits - values) for each in engine.types}
+            assert away[found[engine.name].setting] == min(away.values()), (engine.name, keys, values)
+
+
+def test_neighbours_are_plans_and_every_engine_has_a_version_and_a_source():
+    for engine in ENGINES:
+        assert engine.version and engine.source
+        for each in engine.types:
+            assert all(Plan.parse(near) for near in each.neighbours)
+
+
+def test_a_codec_without_a_number_of_bits_has_no_neighbour():
+    for text in ("channels", "minicache"):
+        assert all(each.setting is None for each in settings(text).values()), text
+
+
+def test_tokens_that_are_dropped_are_told_as_missing():
+    found = settings("snapkv @ tokens=100")
+    assert all(each.setting and "snapkv @ tokens=100 is missing" in each.lacks for each in found.values())
+    assert "8 bits for keys and 8 for values" in found["vLLM"].lacks
+
+
+@pytest.mark.parametrize("budget", ["keep=0.25", "bytes=2MiB"])
+def test_every_kind_of_budget_is_told(budget):
+    assert f"snapkv @ {budget} is missing" in settings(f"snapkv @ {budget}")["vLLM"].lacks
+
+
+def test_a_fit_names_the_setting_of_its_plan():
+    made = made_fit(8)
+    setting = made.export("vllm")
+    assert setting in made.engines and setting == Plan.parse(made.plan).export("vLLM", measured=made.layers)
+    assert "Layers were compared by what each lost alone" in setting.skipping
+    assert made.export("vllm", layers=range(1, 12, 2)).skipped == tuple(2 * place + 1 for place in setting.skipped)
+    with pytest.raises(UnknownName, match="vllm"):
+        made.export("vlm")
+
+
+def test_skipped_layers_and_type_are_those_of_the_least_loss_in_as_many_bits():
+    """By the definition: every type whose widths were measured, and every set of layers."""
+    plans = ("kivi(bits=8)", "kivi(bits=6)", "by_layer(of=[plain, kivi4], layers=[0, 1, 1, 1, 0, 1])")
+    for text, state in product(plans, range(4)):
+        measured = losses(state)
+        mean = {"kivi(bits=8)": 8, "kivi(bits=6)": 6}.get(text, (4 * 4 + 2 * 16) / 6)
+        best = None
+        for each in VLLM.types:
+            if not {each.keys.bits, each.values.bits} <= {*measured.widths}:
+                continue
+            own = {0, 1, 4, 5} if each.ends else set()
+            for chosen in chain.from_iterable(combinations(range(6), count) for count in range(7)):
+                coded = [layer for layer in range(6) if layer not in own and layer not in chosen]
+                bits = len(coded) * (each.keys.bits + each.values.bits) + 32 * (6 - len(coded))
+                left = sum(
+                    rows[layer][measured.widths.index(bits)]
+                    for rows, bits in ((measured.keys, each.keys.bits), (measured.values, each.values.bits))
+                    for layer in coded
+                )
+                if bits <= 6 * 2 * mean and (best is None or left < best):
+                    best = left
+        found = settings(text, measured=measured)["vLLM"]
+        assert f"of which {best:.4f} in the layers that are encoded" in found.skipping, (text, state)
+        assert (VLLM.skip in found.setting) == bool(found.skipped)
+        assert {Plan.parse(near).encode.table_layers for near in found.neighbours} <= {None, 6}
+
+
+def test_a_setting_that_skips_layers_has_the_same_layers_whole_in_its_neighbour():
+    measured = SimpleNamespace(widths=(0, 8), keys=[(0.0, 3.0), (0.0, 1.0), (0.0, 2.0)], values=[(0.0, 0.0)] * 3)
+    found = Plan.parse("by_layer(of=[plain, fp8], layers=[0, 1, 1])").export("vllm", measured=measured)
+    assert found.setting == "--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0"
+    assert "by_layer(of=[fp8, plain], layers=[1, 0, 0])" in found.neighbours
+    assert all(Plan.parse(near) for near in found.neighbours)
+    numbered = Plan.parse("by_layer(of=[plain, fp8], layers=[0, 1, 1])").export(
+        "vllm", layers=(3, 7, 11), measured=measured
+    )
+    assert numbered.skipped == (3,) and "Layers are counted" in found.skipping
+    assert "Layers are counted" not in numbered.skipping
+
+
+def test_what_was_not_measured_is_said():
+    without = settings("kivi4")
+    assert "what each layer loses was not measured" in without["vLLM"].skipping
+    assert without["SGLang"].skipping == ""
+    few = settings("kivi4", measured=losses(0, widths=(0, 2)))["vLLM"]
+    assert "a width that was measured (2)" in few.skipping and few.skipped == ()
+    assert few.setting == without["vLLM"].setting
+    narrow = settings("kivi(bits=2)", measured=losses(0))["vLLM"]
+    assert "no cache type has as few bits as the plan" in narrow.skipping and narrow.skipped == ()
+
+
+def test_numbers_of_layers_that_differ_are_refused():
+    plan = Plan.parse("by_layer(of=[plain, fp8], layers=[0, 1, 1])")
+    for more in ({"layers": 4}, {"layers": (1, 2)}, {"measured": losses(0)}):
+        with pytest.raises(ArgumentError, match="the plan's table are for 3"):
+            plan.export("vllm", **more)
+
+
+def test_layers_that_the_engine_itself_leaves_whole_are_whole_in_the_neighbour():
+    assert "layers=[1, 1, 0, 0, 1, 1]" in settings("turboquant4", layers=6)["vLLM"].neighbours[0]
+    assert settings("turboquant4", layers=4)["vLLM"].neighbours == ()
+
+
+@pytest.mark.parametrize(
+    "text, keys, values",
+    [
+        ("ggml", "q8_0", "q8_0"),
+        ("hadamard(of=ggml(type=q4_1))", "q4_1", "q4_1"),
+        ("ggml(key_type=q5_0, value_type=q4_0)", "q5_0", "q4_0"),
+        ("ggml(key_type=q5_1, only=keys)", "q5_1", "f16"),
+    ],
+)
+def test_llama_cpp_s_own_formats_are_told_as_themselves(text, keys, values):
+    found = settings(text)["llama.cpp"]
+    assert found.setting == f"--flash-attn on --cache-type-k {keys} --cache-type-v {values}"
+    assert found.neighbours and all(Plan.parse(near) for near in found.neighbours)
