@@ -28,7 +28,7 @@ extensions = [
     "mathml",
     "named_pages",
 ]
-exclude_patterns = ["extensions", "static"]
+exclude_patterns = ["cards", "extensions", "static"]
 
 myst_enable_extensions = ["dollarmath"]
 # GitHub's anchors of headings, to which the documents link.

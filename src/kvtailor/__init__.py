@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvtailor.bench.evaluation.evaluate import evaluate
     from kvtailor.bench.evaluation.result import Evaluation
     from kvtailor.bench.safety.check import check_model
+    from kvtailor.bench.safety.engine_types import EngineCheck, check_engine
     from kvtailor.bench.safety.result import ModelCheck
     from kvtailor.calibration.run import calibrate
     from kvtailor.errors import KvtailorError
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Answers",
     "CacheSize",
+    "EngineCheck",
     "Evaluation",
     "Generated",
     "Fit",
@@ -57,6 +59,7 @@ __all__ = [
     "cache_for",
     "cache_size",
     "calibrate",
+    "check_engine",
     "check_model",
     "evaluate",
     "fit",
@@ -82,6 +85,8 @@ _HOMES = {
     "Session": "hf.run.session",
     "ask": "hf.run.ask",
     "cache_for": "hf.make_cache",
+    "check_engine": "bench.safety.engine_types",
+    "EngineCheck": "bench.safety.engine_types",
     "check_model": "bench.safety.check",
     "ModelCheck": "bench.safety.result",
     "evaluate": "bench.evaluation.evaluate",

@@ -34,6 +34,10 @@ __all__ = ["command"]
     "384 for --measure]",
 )
 @click.option("--measure", is_flag=True, help="Measure on the model which plans are safe: PLAN, or every preset.")
+@click.option(
+    "--engine",
+    help="Measure on the model what the cache types of vllm, sglang, tensorrt-llm or llama.cpp would cost it.",
+)
 @click.option("--text", help="--measure: a text file like your model's work.  [passages of eight books]")
 @click.option("--margin", type=ABOVE_0, help="--measure: nats a token that a safe plan loses at most.  [0.01]")
 @click.option(
@@ -52,6 +56,7 @@ def command(
     model: str | None,
     tokens: int | None,
     measure: bool,
+    engine: str | None,
     as_json: bool,
     **measured: Any,
 ) -> None:
@@ -60,17 +65,21 @@ def command(
     \b
     kvtailor check "snapkv @ keep=0.25" --model NAME
     kvtailor check --model NAME --measure     # every preset, in minutes
+    kvtailor check --model NAME --engine vllm
 
     Also reports where a budget does nothing, or leaves nothing to the score. A model's weights are not loaded, only its
     configuration. Also reports which kernels run on this machine, and why.
     With --measure every preset, or PLAN, is measured on the model, and a word says of each whether it is safe there.
+    With --engine the engine's own cache types are, as plans of the same arithmetic.
     """
-    if measure:
-        _measure(plan, model, tokens, as_json, measured)
+    if engine is not None and plan:
+        raise click.UsageError("--engine measures the engine's own cache types: leave PLAN out.")
+    if measure or engine is not None:
+        _measure(plan, model, tokens, engine, as_json, measured)
         return
     idle = [f"--{name.replace('_', '-')}" for name, value in measured.items() if value]
     if idle:
-        raise click.UsageError(f"{', '.join(idle)} without --measure: it says how plans are measured.")
+        raise click.UsageError(f"{', '.join(idle)} without --measure or --engine: it says how plans are measured.")
     if not plan:
         raise click.UsageError("Missing argument 'PLAN...': give a plan, or --model NAME --measure to try all presets.")
     import torch
@@ -143,19 +152,26 @@ def command(
 
 
 command.option_groups = {
-    "Measuring on the model": ("measure", "text", "margin", "out", "again", "dtype", "cache_dtype", "device"),
+    "Measuring on the model": ("measure", "engine", "text", "margin", "out", "again", "dtype", "cache_dtype", "device"),
 }
 
 
 def _measure(
-    plan: tuple[str, ...], model: str | None, tokens: int | None, as_json: bool, given: dict[str, Any]
+    plan: tuple[str, ...],
+    model: str | None,
+    tokens: int | None,
+    engine: str | None,
+    as_json: bool,
+    given: dict[str, Any],
 ) -> None:
-    """`--measure`."""
+    """`--measure` and `--engine`."""
     if model is None:
-        raise click.UsageError("--measure without --model: say which model the plans are to be measured on.")
+        raise click.UsageError("--measure or --engine without --model: say which model is to be measured on.")
     from rich.console import Console
 
     from kvtailor.bench.safety.check import MARGIN, check_model
+    from kvtailor.bench.safety.engine_types import EngineCheck, check_engine
+    from kvtailor.bench.safety.result import ModelCheck
     from kvtailor.bench.subject import Subject
     from kvtailor.cli.fit import TerminalProgress
     from kvtailor.errors import KvtailorError
@@ -168,16 +184,18 @@ def _measure(
                 subject = Subject.load(
                     model, dtype=given["dtype"], cache_dtype=given["cache_dtype"], device=given["device"]
                 )
-            found = check_model(
-                subject,
-                text,
-                plans=[str(read_plan(plan))] if plan else [],
-                context=tokens,
-                margin=given["margin"] or MARGIN,
-                out=out,
-                again=given["again"],
-                progress=TerminalProgress(console, out, "A check"),
-            )
+            found: ModelCheck | EngineCheck
+            how: dict[str, Any] = {
+                "context": tokens,
+                "margin": given["margin"] or MARGIN,
+                "out": out,
+                "again": given["again"],
+                "progress": TerminalProgress(console, out, "A check"),
+            }
+            if engine is not None:
+                found = check_engine(subject, engine, text, **how)
+            else:
+                found = check_model(subject, text, plans=[str(read_plan(plan))] if plan else [], **how)
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(str(found))

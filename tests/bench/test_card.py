@@ -1,0 +1,115 @@
+"""A plan card: its numbers are those of the records, it comes back as it was written, and `--plan` takes its folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from tests.support.fitting.made_fits import made_fit
+
+from kvtailor.bench.card import Card, make_card
+from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.measure.statistics import mean_difference
+from kvtailor.bench.schema import read_records
+from kvtailor.cli import main
+from kvtailor.errors import KvtailorError, PlanError
+from kvtailor.plan import Plan
+
+RECORDS = Path(__file__).parents[2] / "docs" / "records" / "smollm2-135m"
+PLAN = Plan.parse("snapkv + adakv @ keep=0.25")
+
+
+@pytest.fixture(scope="module")
+def records():
+    return read_records(RECORDS)
+
+
+def test_numbers_are_those_of_the_records(records):
+    made = make_card(PLAN, records)
+    pairs = [
+        (ours, full)
+        for ours in records
+        for full in records
+        if ours.plan == str(PLAN) and full.is_full and (ours.task, ours.text_hash) == (full.task, full.text_hash)
+    ]
+    [(ours, full)] = [pair for pair in pairs if pair[0].task == "perplexity"]
+    [loss] = made.losses
+    expected = mean_difference(ours.values["nll"], full.values["nll"], documents=ours.values["document"])
+    assert loss.loss == expected and loss.text_hash == ours.text_hash
+    assert loss.bytes == ours.bytes_held / ours.bytes_full
+    [answers] = made.answers
+    needles = [pair for pair in pairs if pair[0].task == "needle"]
+    assert answers.right == sum(sum(pair[0].values["hit"]) for pair in needles)
+    assert answers.full == sum(sum(pair[1].values["hit"]) for pair in needles)
+    assert answers.count == sum(len(pair[0].values["hit"]) for pair in needles) and not answers.outside
+    assert made.layers == () and made.versions["commit"] == ours.machine["commit"]
+    assert made.model == "HuggingFaceTB/SmolLM2-135M-Instruct" and made.plan_hash == PLAN.hash
+
+
+def test_it_comes_back_as_it_was_written(records, tmp_path):
+    made = make_card(PLAN, records)
+    made.save(tmp_path / "card")
+    assert Card.load(tmp_path / "card") == made and Plan.load(tmp_path / "card") == PLAN
+    assert Plan.named(f"{tmp_path}/card") == PLAN
+    assert Contestant.named(str(tmp_path / "card")).plan == PLAN
+    (tmp_path / "kivi4").mkdir()
+    assert Plan.named("kivi4") == Plan.parse("kivi4")
+    text = (tmp_path / "card" / "card.json").read_text()
+    (tmp_path / "card" / "card.json").write_text(text.replace('"right": ', '"right": 1'))
+    with pytest.raises(KvtailorError, match="run `kvtailor card` again"):
+        Card.load(tmp_path / "card")
+    with pytest.raises(KvtailorError, match=r"found none of plan.toml, fitted.toml"):
+        Plan.load(tmp_path / "kivi4")
+    with pytest.raises(PlanError):
+        Plan.named(str(tmp_path / "nothing"))
+
+
+def test_the_page_has_a_head_in_yaml_and_every_number(records):
+    made = make_card(PLAN, records)
+    _, head, body = made.readme().split("---\n", 2)
+    assert yaml.safe_load(head) == {
+        "base_model": made.model,
+        "library_name": "kvtailor",
+        "tags": ["kv-cache", "kv-cache-compression", "kvtailor"],
+    }
+    loss = made.losses[0].loss
+    assert f"| {loss.value:+.4f} | {loss.low:+.4f} to {loss.high:+.4f} | {loss.count} |" in body
+    assert f"| {made.answers[0].right} | {made.answers[0].full} | {made.answers[0].count} |" in body
+    assert made.losses[0].text_hash in body and "What each layer loses by itself was not measured." in body
+    assert "vLLM 0.33.0" in body and "snapkv @ keep=0.25 is missing" in body
+
+
+def test_layers_have_what_a_fit_measured_at_the_plan_s_widths(records):
+    plan = Plan.parse("kivi(recent=32, key_bits=8, value_bits=4)")
+    layers = made_fit(8).layers
+    made = make_card(plan, records, layers)
+    assert [(each.keys, each.values) for each in made.layers] == [
+        (keys[1], values[2]) for keys, values in zip(layers.keys, layers.values, strict=True)
+    ]
+    assert f"| 0 | 8 | {layers.keys[0][1]:.5f} | 4 | {layers.values[0][2]:.5f} |" in made.readme()
+    none = make_card(plan, records, replace(layers, widths=(0, 7, 6, 5)))
+    assert {(each.keys, each.values) for each in none.layers} == {(None, None)}
+
+
+def test_a_plan_that_was_not_measured_and_several_models_are_refused(records):
+    with pytest.raises(KvtailorError, match="those of .*fp8"):
+        make_card(Plan.parse("kivi(bits=7)"), records)
+    with pytest.raises(KvtailorError, match="one model"):
+        make_card(PLAN, [*records, replace(records[0], model="another")])
+    with pytest.raises(KvtailorError, match="do not have"):
+        make_card(PLAN, [each for each in records if not each.is_full])
+
+
+def test_the_command_writes_a_folder_that_other_commands_take(tmp_path):
+    words = ["card", str(PLAN), "--records", str(RECORDS), "--out", str(tmp_path / "card")]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0 and "What each layer loses was not measured" in " ".join(result.output.split())
+    assert sorted(each.name for each in (tmp_path / "card").iterdir()) == ["README.md", "card.json", "plan.toml"]
+    shown = CliRunner().invoke(main, ["show", str(tmp_path / "card"), "--json"])
+    assert shown.exit_code == 0 and json.loads(shown.output.splitlines()[-1])["plan"] == str(PLAN)
+    wrong = CliRunner().invoke(main, ["card", "kivi(bits=7)", *words[2:]])
+    assert wrong.exit_code == 2 and "kvtailor bench" in wrong.output
