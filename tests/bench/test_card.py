@@ -64,8 +64,9 @@ def test_it_comes_back_as_it_was_written(records, tmp_path):
         Card.load(tmp_path / "card")
     with pytest.raises(KvtailorError, match=r"found none of plan.toml, fitted.toml"):
         Plan.load(tmp_path / "kivi4")
-    with pytest.raises(PlanError):
-        Plan.named(str(tmp_path / "nothing"))
+    for line in (str(tmp_path / "nothing"), "kivi(bits=99) + " + "x" * 5000, "~nobody/there"):
+        with pytest.raises(PlanError):
+            Plan.named(line)
 
 
 def test_the_page_has_a_head_in_yaml_and_every_number(records):

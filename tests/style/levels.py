@@ -20,6 +20,7 @@ LEVELS = {
     "ops": 1,
     "ledger": 1,
     "calibration_file": 1,
+    "lmcache_serde": 4,
     "cluster": 1,
     **dict.fromkeys(STAGES, 2),
     "plan": 3,

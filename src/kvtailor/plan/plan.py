@@ -42,7 +42,6 @@ from kvtailor.types import Needs, Softmax
 
 __all__ = ["Plan", "parse"]
 
-_LONGEST_PATH = 1024
 # Of a plan card, and of a fit.
 _PLAN_FILES = ("plan.toml", "fitted.toml")
 
@@ -131,7 +130,7 @@ class Plan:
         try:
             return parse(text)
         except PlanError:
-            if len(path) < _LONGEST_PATH and Path(path).expanduser().is_dir():
+            if _is_folder(path):
                 return cls.load(path)
             raise
 
@@ -345,6 +344,13 @@ def _made(text: str, asked: Asked) -> Plan:
     if asked.faults:
         raise PlanError(text, asked.faults)
     return Plan(**asked.parts, **asked.settings)
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return Path(path).expanduser().is_dir()
+    except (OSError, RuntimeError):  # a line that is too long for a name, or a home that is not there
+        return False
 
 
 def _python(value: object) -> str:
