@@ -54,9 +54,9 @@ def command(
     checkpoint with calibrated scales.
 
     \b
-    kvtailor export vllm fitted                  # with layers to skip, by what each was measured to lose
+    kvtailor export vllm fitted     # layers to skip by their measured losses
     kvtailor export llama.cpp "kivi(key_bits=8, value_bits=4)"
-    kvtailor export compressed-tensors "static_fp8(file=F.safetensors)" --model FOLDER --out FOLDER
+    kvtailor export compressed-tensors PLAN --model FOLDER --out FOLDER
 
     No engine runs a plan of kvtailor. What the setting lacks is said, and its loss where --records has measured it.
     """

@@ -192,7 +192,9 @@ def _number(option: click.Parameter, value: float) -> float:
     show_default=True,
     help="'demo' or 'demo-draft' (embedded), a folder, a GGUF file, or a hub name.",
 )
-@click.option("--plan", default="full", show_default=True, help='One line, such as "snapkv @ tokens=256".')
+@click.option(
+    "--plan", default="full", show_default=True, help='One line, such as "snapkv @ tokens=256", a TOML file, or a card.'
+)
 @click.option("--prompt", help="The prompt itself.")
 @click.option(
     "--prompt-file", type=click.File(encoding="utf-8-sig"), help="A file with the prompt; without it standard input."
