@@ -141,7 +141,7 @@ class _Chunks:
                 one = getattr(torch, kept)
                 end = at + prod(sizes) * one.itemsize
                 if end > data.numel():
-                    raise ValueError(f"{end} bytes are told, and there are {data.numel()}")
+                    raise FileError(f"a chunk of LMCache is cut: {end} bytes are told, and there are {data.numel()}")
                 tensors[name] = data[at:end].clone().view(one).view(sizes)
                 at = end + -end % _ALIGNED
             segment: Segment = self._on(layer, shape[1], heads).restore(layout, kind["fields"], tensors)
