@@ -148,6 +148,7 @@ def calls(model: Any, stopped: Any, tokenizer: Any, folder: Path) -> dict[str, d
     putting = {"separator": None, "answer_prefix": "", "system": None, "template": None}
     putting |= {"chunk": None, "cache_dtype": None}
     work = {"model": stopped, "tokenizer": tokenizer}
+    checked = {"texts": [TEXT], "context": 48, "margin": 0.01, "out": None, "again": False, "progress": None}
     cells: dict[str, Any] = {"executor": None, "resources": None, "share": True}
     drawn = {"do_sample": True, "temperature": 1.0, "top_k": None, "top_p": 1.0, "generator": None}
     drafted = {"draft": None, "draft_plan": None, "middle_plan": None, "gamma": 2, "inner_gamma": 2, "min_gain": None}
@@ -176,17 +177,8 @@ def calls(model: Any, stopped: Any, tokenizer: Any, folder: Path) -> dict[str, d
             "again": True,
             "name": None,
         },
-        "check_model": {
-            "model": stopped,
-            "texts": [TEXT],
-            "plans": [PLAN],
-            "tokenizer": tokenizer,
-            "context": 48,
-            "margin": 0.01,
-            "out": None,
-            "again": False,
-            "progress": None,
-        },
+        "check_engine": work | checked | {"engine": "sglang"},
+        "check_model": work | checked | {"plans": [PLAN]},
         "evaluate": work
         | cells
         | {
