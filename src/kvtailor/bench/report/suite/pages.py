@@ -100,7 +100,8 @@ def _cell(cell: FilledCell) -> Cell:
     ends = (cell.low, cell.high) if cell.low is not None and cell.high is not None else None
     if cell.value is None:
         return Cell(keys=cell.keys)
-    return Cell(text=cell.text, value=cell.value, ends=ends, keys=cell.keys)
+    text, _, interval = cell.text.removesuffix(")").partition(" (")
+    return Cell(text=text, value=cell.value, interval=interval or None, ends=ends, keys=cell.keys)
 
 
 def _gap(missing: Sequence[str]) -> Cell:
@@ -109,5 +110,11 @@ def _gap(missing: Sequence[str]) -> Cell:
 
 def _columns(grid: Grid) -> Iterator[Column]:
     for index, head in enumerate(grid.heads):
-        cells = [Text((row[index].text or "–").replace(" (", "\n(")) for row in grid.rows]
+        cells = [Text(_two_lines(row[index])) for row in grid.rows]
         yield ("plan" if index == 0 else head.replace(" (", "\n("), "left" if index == 0 else "right", cells)
+
+
+def _two_lines(cell: Cell) -> str:
+    """A cell with what stands in brackets below it."""
+    whole = f"{cell.text} ({cell.interval})" if cell.interval else cell.text or "–"
+    return whole.replace(" (", "\n(")
