@@ -26,10 +26,10 @@ RECORDS = {
 """The files of `benchmarks/pairs.py`, by what the columns are called."""
 WIDEST = 2.0
 WHY: dict[str, str] = {
-    "by_age": "what has grown old is encoded anew at each token, so each goes the general way, by scores",
-    "fp8": "no kernel reads it where it lies, so each token goes the general way, where codes move too",
+    "by_age": "what has grown old is encoded anew at each token, so each takes the slow path, by scores",
+    "fp8": "no kernel reads it where it lies, so each token takes the slow path, where codes move too",
     "score noncausal + channels": "found by this run, and not looked into yet",
-    "indexed": "it is no code, so nothing waits to be a block: each token goes the general way, by scores",
+    "indexed": "it is no code, so nothing waits to be a block: each token takes the slow path, by scores",
 }
 """Why a pair is above, by its codec, or by "METHOD + CODEC"."""
 _BLOCK = re.compile(r"(<!-- pairs: (how|codecs|above) -->\n).*?(<!-- /pairs -->)", re.DOTALL)

@@ -95,12 +95,12 @@ def test_where_nobody_has_more_pages_than_are_read_all_is_read(ragged: bool) -> 
     request = request_of(query, parts, visible, 0.04, context=DEEP)
     for pages in (most - 1, most):
         quest = Quest(tokens=pages * PAGE)
-        got, reading = quest.attend(request), quest.reads_steadily(DEEP.layer, parts)
+        got, reading = quest.attend(request), quest.read_on_fast_path(DEEP.layer, parts)
         assert (got.tokens_read is None) == (reading.pages is None) == (pages == most)
         assert torch.allclose(got.output, slow(query, parts, visible, pages)[0], atol=1e-5)
         flops = quest.flops(FlopsRequest(encoded=parts[:-1], group=G, size=D, context=DEEP))
         assert (flops == 0) == (pages == most)
-    assert quest.reads_steadily(1, parts).pages is None and Quest(tokens=1).reads_steadily(1, parts).pages is None
+    assert quest.read_on_fast_path(1, parts).pages is None and Quest(tokens=1).read_on_fast_path(1, parts).pages is None
 
 
 @needs_triton

@@ -15,7 +15,7 @@ from kvtailor.attend import rocket
 from kvtailor.attend.contract import AttentionContext
 from kvtailor.attend.quest import Quest
 from kvtailor.encode.indexed import Indexed
-from kvtailor.engine.steady import general_way
+from kvtailor.engine.fast_path import slow_path
 from kvtailor.hf.versions import hand_cache
 from kvtailor.ops import dispatch
 from kvtailor.ops.cpu.library import library
@@ -50,8 +50,8 @@ def test_both_ways_choose_the_same(plan: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(module, name, counted)
         cache, logits, tokens = kvtailor.cache_for(model, plan), [], []
         for first, end in FORWARDS:
-            # The short way of what chooses is held by tests/seam/test_steady.py.
-            with general_way():
+            # The fast path of what chooses is held by tests/seam/test_fast_path.py.
+            with slow_path():
                 logits.append(model(ids[:, first:end], **hand_cache(cache)).logits[:, -1])
             tokens += [state.observed.tokens_read for state in cache.engine.states]
         found.append((logits, tokens, sum(each is not None for each in taken)))

@@ -29,7 +29,7 @@ from kvtailor.calibration_file import calibrated
 from kvtailor.encode.contract import Codec, CodecContext
 from kvtailor.encode.indexed import Indexed
 from kvtailor.engine.budget import Budget
-from kvtailor.engine.evict import Candidate, decide
+from kvtailor.engine.evict import ScoredLayer, decide
 from kvtailor.hf.mask import LazyMask
 from kvtailor.merge.contract import Merger
 from kvtailor.method import Method
@@ -110,8 +110,8 @@ def test_what_allocators_measure(allocator: Allocator, ranks: int) -> None:
             assert torch.allclose(each.double(), whole.double(), rtol=1e-5) and torch.equal(each, found[0])
 
 
-def candidate(layer: int, scores: Tensor, measured: Tensor | None) -> Candidate:
-    return Candidate(
+def candidate(layer: int, scores: Tensor, measured: Tensor | None) -> ScoredLayer:
+    return ScoredLayer(
         layer=layer,
         scores=scores,
         counts=(scores > -torch.inf).sum(-1),

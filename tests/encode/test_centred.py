@@ -16,7 +16,7 @@ from torch import Tensor
 import kvtailor
 from kvtailor.encode.centred import CentredSegment
 from kvtailor.encode.contract import CodecContext
-from kvtailor.engine.steady import SteadyLayer, general_way
+from kvtailor.engine.fast_path import FastPath, slow_path
 from kvtailor.errors import PlanError
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.key_bias import key_offset_of
@@ -156,15 +156,15 @@ def test_without_a_constant_it_is_the_inner_codec() -> None:
     ],
 )
 def test_a_preset_is_what_was_published_where_keys_have_no_bias(preset: str, published: str) -> None:
-    """The same segments, bytes, short way and bits of logits."""
+    """The same segments, bytes, fast path and bits of logits."""
     model, (ids, mask) = build("llama"), prompts((150, 133))
-    logits, kinds, steady = [], [], []
+    logits, kinds, fast_path = [], [], []
     for plan in (preset, published):
         answers, cache = decoded(model, ids, mask, plan)
         logits.append(answers)
         kinds.append([[type(each) for each in state.parts()] for state in cache.engine.states])
-        steady.append([layer.steady is not None for layer in cache.layers])
-    assert torch.equal(*logits) and kinds[0] == kinds[1] and steady[0] == steady[1]
+        fast_path.append([layer.fast_path is not None for layer in cache.layers])
+    assert torch.equal(*logits) and kinds[0] == kinds[1] and fast_path[0] == fast_path[1]
     one, two = Plan.parse(preset).encode, Plan.parse(published).encode
     sizes = {"tokens": 100, "key_size": 64, "value_size": 64}
     assert one.bytes_per_token(64, 64, 2) == two.bytes_per_token(64, 64, 2)
@@ -295,12 +295,12 @@ def test_the_short_way_and_the_general_way_read_codes_as_they_lie(
     torch.manual_seed(0)
     model, (ids, mask) = new_model(family, **SIZES, **BIASED[family]).eval(), prompts((60, 47))
     biased(model, 30.0)
-    taken, take = [], SteadyLayer.take
-    monkeypatch.setattr(SteadyLayer, "take", lambda *given, **named: taken.append(take(*given, **named)) or taken[-1])
+    taken, take = [], FastPath.take
+    monkeypatch.setattr(FastPath, "take", lambda *given, **named: taken.append(take(*given, **named)) or taken[-1])
     short, cache = decoded(model, ids, mask, plan)
     assert len(taken) >= len(cache.layers)
     assert any(isinstance(part, CentredSegment) for state in cache.engine.states for part in state.parts())
-    with general_way():
+    with slow_path():
         general = decoded(model, ids, mask, plan)[0]
     assert torch.equal(short, general)
     with using("reference"):

@@ -9,7 +9,7 @@ import torch
 from tests.support.segments_of import Padded, states
 from torch import Tensor
 
-from kvtailor.engine.apply import Kept, apply_kept, what_stays
+from kvtailor.engine.apply import LayerContents, apply_contents, compute_contents
 from kvtailor.engine.saving import state_of
 from kvtailor.engine.state import LayerState
 from kvtailor.engine.view import view_held
@@ -73,8 +73,8 @@ def test_what_stays_is_what_was_kept(plan: str, recent: int, even: bool) -> None
         held, slots = shown(state)
         keep = drawn(held, turn + 5, recent, even=even)
         most = int(keep.sum(-1).max())
-        kept = what_stays(state, parsed, (held, slots), keep, most=most, recent=recent)
-        apply_kept(state, parsed, kept, first=held.first)
+        kept = compute_contents(state, parsed, (held, slots), keep, most=most, recent=recent)
+        apply_contents(state, parsed, kept, first=held.first)
         for (row, head), tokens in tokens_of(state).items():
             wanted = keep[row, head].nonzero()[:, 0]
             assert sorted(column for column, _, _ in tokens) == held.positions[row, head, wanted].tolist()
@@ -90,11 +90,11 @@ def test_the_recent_window_stays_a_tail_only_where_all_heads_keep_it() -> None:
     state, plan = layer(), Plan.parse("vector(bits=8)")
     held, slots = shown(state)
     keep = drawn(held, 3, 6, even=True)
-    whole = what_stays(state, plan, (held, slots), keep, most=30, recent=6)
+    whole = compute_contents(state, plan, (held, slots), keep, most=30, recent=6)
     assert whole.recent == 6
     dropped = keep.clone()
     dropped[2, 1, -2] = False
-    assert what_stays(state, plan, (held, slots), dropped, most=30, recent=6).recent == 0
+    assert compute_contents(state, plan, (held, slots), dropped, most=30, recent=6).recent == 0
 
 
 def test_working_it_out_changes_nothing() -> None:
@@ -103,7 +103,7 @@ def test_working_it_out_changes_nothing() -> None:
     held, slots = shown(state)
     before = copy.deepcopy(state_of(state))
     keep = drawn(held, 3, 4, even=False)
-    kept = what_stays(state, plan, (held, slots), keep, most=int(keep.sum(-1).max()), recent=4)
+    kept = compute_contents(state, plan, (held, slots), keep, most=int(keep.sum(-1).max()), recent=4)
     after = state_of(state)
     assert before[0] == after[0] and all(torch.equal(before[1][name], after[1][name]) for name in before[1])
     with pytest.raises(AttributeError):
@@ -118,8 +118,8 @@ def test_mass_follows_its_tokens() -> None:
         seen = Padded(new_tokens=63, first_column=0)
         held, slots = view_held(state, seen, Needs(mass=True), 1)
         keep = drawn(held, 8, 5, even=False)
-        kept = what_stays(state, plan, (held, slots), keep, most=40, recent=5)
-        apply_kept(state, plan, kept, first=held.first)
+        kept = compute_contents(state, plan, (held, slots), keep, most=40, recent=5)
+        apply_contents(state, plan, kept, first=held.first)
         for part, mass in zip(state.parts(), state.observed.evidence.mass, strict=True):
             filled = part.layout.filled(torch.device("cpu"))
             columns = part.layout.columns(torch.device("cpu")).expand(mass.shape).float()
@@ -129,5 +129,5 @@ def test_mass_follows_its_tokens() -> None:
 def test_a_whole_tail_is_one_replacement() -> None:
     state = layer()
     held, slots = shown(state, (0, 0, 0))
-    kept = what_stays(state, Plan(), (held, slots), drawn(held, 2, 4, even=True), most=20, recent=4)
-    assert isinstance(kept, Kept) and isinstance(kept.tail, PlainSegment) and kept.segments == ()
+    kept = compute_contents(state, Plan(), (held, slots), drawn(held, 2, 4, even=True), most=20, recent=4)
+    assert isinstance(kept, LayerContents) and isinstance(kept.tail, PlainSegment) and kept.segments == ()

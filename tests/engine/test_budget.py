@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtailor.engine.budget import CacheShape, budget_of, recent_tokens, total_tokens
+from kvtailor.engine.budget import CacheShape, count_total, make_budget, recent_tokens
 from kvtailor.plan import Plan
 
 
@@ -16,7 +16,7 @@ from kvtailor.plan import Plan
 def test_a_share_is_the_decimal_one(keep: str) -> None:
     tokens = torch.arange(1, 3000)
     for layers, heads in ((6, 2), (3, 7), (1, 1)):
-        total = total_tokens(
+        total = count_total(
             Plan.parse(f"knorm @ keep={keep}"), tokens, layers=layers, template=SimpleNamespace(heads=heads)
         )
         owed = [max(int(Fraction(keep) * n * layers * heads), layers * heads) for n in tokens.tolist()]
@@ -34,7 +34,7 @@ def test_a_token_is_priced_by_its_layer(plan: str) -> None:
     ]
     tokens = torch.tensor([100_000])
     heads = sum(shape.heads for shape in shapes)
-    budgets = [budget_of(parsed, tokens, layers=3, newest=shape, other_bytes=5000, shapes=shapes) for shape in shapes]
+    budgets = [make_budget(parsed, tokens, layers=3, newest=shape, other_bytes=5000, shapes=shapes) for shape in shapes]
     each = {int(budget.each) for budget in budgets}
     assert len(each) == 1
     (held,) = each
@@ -42,7 +42,7 @@ def test_a_token_is_priced_by_its_layer(plan: str) -> None:
     assert {int(b.total) // (3 * s.heads) for b, s in zip(budgets, shapes, strict=True)} == {held}
     taken = 5000 + sum(shape.heads * held * (_token_bytes(parsed, shape) + 4) for shape in shapes)
     assert 1_000_000 - 2 * heads * 1000 < taken <= 1_000_000
-    narrow = budget_of(parsed, tokens, layers=3, newest=shapes[0], other_bytes=5000)
+    narrow = make_budget(parsed, tokens, layers=3, newest=shapes[0], other_bytes=5000)
     assert int(narrow.each) != held, "priced by one of them, it would come out otherwise"
 
 

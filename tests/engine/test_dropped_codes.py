@@ -9,9 +9,9 @@ from tests.support import decoded_by_age as by_age
 from tests.support.seam.zoo import VOCABULARY, build, prompts
 
 import kvtailor
-from kvtailor.engine.apply import first_tokens, waits_in_tail
+from kvtailor.engine.apply import count_first_tokens, count_waiting_in_tail
 from kvtailor.engine.evict import score_layer
-from kvtailor.engine.steady import SteadyCodes, general_way
+from kvtailor.engine.fast_path import FastPathOfCodes, slow_path
 from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.cpu.library import library
 from kvtailor.plan import Plan
@@ -38,15 +38,15 @@ decoded = partial(by_age.decoded, rows=2, prompt=150, steps=STEPS)
 
 @pytest.fixture
 def taken(monkeypatch):
-    found, take = [], SteadyCodes.take
-    monkeypatch.setattr(SteadyCodes, "take", lambda self, *args: found.append(1) or take(self, *args))
+    found, take = [], FastPathOfCodes.take
+    monkeypatch.setattr(FastPathOfCodes, "take", lambda self, *args: found.append(1) or take(self, *args))
     return found
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_stays_is_what_scores_would_leave(plan, monkeypatch):
     """Token for token, and bit for bit in what is answered."""
-    assert first_tokens(Plan.parse(plan)) is not None
+    assert count_first_tokens(Plan.parse(plan)) is not None
     expected, scored = decoded(plan, by_scores=True), []
     score = lambda state, *args, **more: scored.append(state.clock.decoding) or score_layer(state, *args, **more)  # noqa: E731
     monkeypatch.setattr("kvtailor.engine.evict.score_layer", score)
@@ -58,11 +58,11 @@ def test_what_stays_is_what_scores_would_leave(plan, monkeypatch):
     for state in found[2].engine.states:
         stored = state.stored
         assert not any(isinstance(each, PlainSegment) for each in stored.segments)
-        assert stored.tail.length < max(waits_in_tail(Plan.parse(plan), state.codec(Plan.parse(plan))), 33)
+        assert stored.tail.length < max(count_waiting_in_tail(Plan.parse(plan), state.codec(Plan.parse(plan))), 33)
     assert found[2].ledger().total == found[2].ledger().closed_form
 
 
-@pytest.mark.skipif(library() is None, reason="there are no C++ kernels, and so no short way")
+@pytest.mark.skipif(library() is None, reason="there are no C++ kernels, and so no fast path")
 @pytest.mark.parametrize(
     "plan, family, dtype",
     [
@@ -76,7 +76,7 @@ def test_what_stays_is_what_scores_would_leave(plan, monkeypatch):
     ],
 )
 def test_the_short_way_gives_the_same_bits(plan, family, dtype, taken):
-    with general_way():
+    with slow_path():
         expected = decoded(plan, family=family, dtype=dtype)
     assert not taken
     found = decoded(plan, family=family, dtype=dtype)
@@ -113,7 +113,7 @@ def test_padding_is_left_to_scores():
 @pytest.mark.parametrize("plan", PLANS[:2])
 def test_copies_saved_caches_and_turns_go_on_alike(plan, tmp_path, taken):
     model = build("llama")
-    with general_way():
+    with slow_path():
         reference = decoded(plan, steps=20, model=model)[2]
     cache = decoded(plan, steps=20, model=model)[2]
     cache.save(tmp_path / "cache")
@@ -125,7 +125,7 @@ def test_copies_saved_caches_and_turns_go_on_alike(plan, tmp_path, taken):
             if i:
                 found.append(model(ids, **hand_cache(each)).logits[:, -1])
                 continue
-            with general_way():
+            with slow_path():
                 found.append(model(ids, **hand_cache(each)).logits[:, -1])
         logits.append(torch.stack(found))
     assert all(torch.equal(each, logits[0]) for each in logits[1:]) and len(taken) > before
@@ -133,7 +133,7 @@ def test_copies_saved_caches_and_turns_go_on_alike(plan, tmp_path, taken):
 
 @torch.no_grad()
 def test_what_is_taken_back_is_as_it_was(taken):
-    """A recorded forward ends the short way, and its rejected tokens leave no trace."""
+    """A recorded forward ends the fast path, and its rejected tokens leave no trace."""
     model, plan = build("llama"), PLANS[1]
     cache, reference = (decoded(plan, steps=10, model=model)[2] for _ in range(2))
     cache.activate_past_recording()

@@ -10,8 +10,8 @@ import torch
 from tests.support import decoded_by_age as by_age
 from tests.support.seam.zoo import VOCABULARY, build
 
-from kvtailor.engine.apply import first_tokens
-from kvtailor.engine.steady import SteadyEnds, general_way
+from kvtailor.engine.apply import count_first_tokens
+from kvtailor.engine.fast_path import FastPathOfEnds, slow_path
 from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.cpu.library import library
 from kvtailor.plan import Plan
@@ -33,7 +33,7 @@ decoded = partial(by_age.decoded, rows=3, prompt=63, steps=24)
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_stays_is_what_scores_would_leave(plan):
     """Token for token, and bit for bit in what is answered."""
-    assert first_tokens(Plan.parse(plan)) is not None
+    assert count_first_tokens(Plan.parse(plan)) is not None
     found, expected = decoded(plan), decoded(plan, by_scores=True)
     by_age.assert_same(found, expected)
     # Slots in front that hold nothing are counted, and are as many as those of any tail that grows.
@@ -43,7 +43,7 @@ def test_what_stays_is_what_scores_would_leave(plan):
         assert tail.slots <= tail.length + 3 + 17
 
 
-@pytest.mark.skipif(library() is None, reason="there are no C++ kernels, and so no short way")
+@pytest.mark.skipif(library() is None, reason="there are no C++ kernels, and so no fast path")
 @pytest.mark.parametrize(
     "plan, family, dtype",
     [
@@ -56,9 +56,9 @@ def test_what_stays_is_what_scores_would_leave(plan):
 )
 def test_the_short_way_gives_the_same_bits(plan, dtype, family, monkeypatch):
     taken = []
-    take = SteadyEnds.take
-    monkeypatch.setattr(SteadyEnds, "take", lambda self, *args: taken.append(1) or take(self, *args))
-    with general_way():
+    take = FastPathOfEnds.take
+    monkeypatch.setattr(FastPathOfEnds, "take", lambda self, *args: taken.append(1) or take(self, *args))
+    with slow_path():
         expected = decoded(plan, family=family, dtype=dtype)
     assert not taken
     found = decoded(plan, family=family, dtype=dtype)
@@ -78,7 +78,7 @@ def test_more_than_ages_is_left_to_scores():
         "snapkv @ tokens=64, slack=0",
     )
     for plan in others:
-        assert first_tokens(Plan.parse(plan)) is None
+        assert count_first_tokens(Plan.parse(plan)) is None
 
 
 def test_padding_is_left_to_scores():
@@ -110,7 +110,7 @@ def test_layers_of_other_rotations_are_turned_by_their_own():
     """What one layer has worked out for a token serves the others where they turn alike, and only there."""
     model, logits = build("llama"), []
     for generally in (True, False):
-        with general_way() if generally else contextlib.nullcontext():
+        with slow_path() if generally else contextlib.nullcontext():
             cache = decoded(PLANS[0], steps=0, model=model)[2]
             last = cache.engine.states[-1].model
             last.rotation = replace(last.rotation, frequencies=last.rotation.frequencies / 2)

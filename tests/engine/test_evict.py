@@ -9,13 +9,13 @@ import torch
 from tests.support.segments_of import Padded, states
 
 from kvtailor.engine.budget import Budget
-from kvtailor.engine.evict import Candidate, decide, score_layer
+from kvtailor.engine.evict import ScoredLayer, decide, score_layer
 from kvtailor.engine.saving import state_of
 from kvtailor.engine.state import LayerState
 from kvtailor.plan import Plan
 
 
-def candidates(lengths: list[int], seed: int, recent: int = 2) -> list[Candidate]:
+def candidates(lengths: list[int], seed: int, recent: int = 2) -> list[ScoredLayer]:
     """Layers of 3 rows and 2 heads whose tokens have scores; the last `recent` of each have +inf."""
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -23,7 +23,7 @@ def candidates(lengths: list[int], seed: int, recent: int = 2) -> list[Candidate
         scores = torch.rand(3, 2, tokens, generator=generator)
         scores[..., tokens - recent :] = torch.inf
         found.append(
-            Candidate(
+            ScoredLayer(
                 layer=layer,
                 scores=scores,
                 counts=torch.full((3, 2), tokens),

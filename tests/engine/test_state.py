@@ -133,5 +133,5 @@ def test_a_checkpoint_is_not_changed_by_what_comes_after() -> None:
     state.append(*torch.randn(2, 2, 3, 1, 4), exactly=False)
     state.stored.segments.clear()
     state.observed.scored, state.clock.growth = None, 99
-    state.go_back(before)
+    state.restore(before)
     assert said(state)[0] == fields[0]

@@ -93,7 +93,7 @@ def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.Monkey
     """On a GPU, and in the interpreter, where the CPU counts as one."""
     from kvtailor.ops.triton.attend import attend_coded, attend_parts
     from kvtailor.ops.triton.attend import attend_pages as attend_on_gpu
-    from kvtailor.ops.triton.keeping import attend_keeping
+    from kvtailor.ops.triton.keeping import attend_and_keep
     from kvtailor.ops.triton.mass import attend_with_mass
 
     query, side = torch.randn(2, 1, 1, 16, device=DEVICE), Whole(states=SIDE.states.to(DEVICE))
@@ -106,10 +106,10 @@ def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.Monkey
         assert coded_attention(query, side, side) is attend_coded
         assert joint_attention(query.device).attend_parts is attend_parts
         assert joint_attention(query.device).attend_coded is attend_coded
-        assert coded_attention(query, side, side, mass=True) is attend_keeping
+        assert coded_attention(query, side, side, mass=True) is attend_and_keep
         codes = quantiser(side.states).tokens(side.states, 4, 16)
         assert coded_attention(query, codes, side, mass=True) is None
-        assert coded_attention(query, side, codes, mass=True) is attend_keeping
+        assert coded_attention(query, side, codes, mass=True) is attend_and_keep
         assert page_attention(query, side, side, 4) is attend_on_gpu
         assert page_attention(query, side, side, 6) is None
         assert page_attention(query.expand(2, 1, dispatch.MOST_QUERIES + 1, 16), side, side, 4) is None

@@ -56,4 +56,4 @@ def test_a_projected_side_has_twice_as_many_numbers():
     own = stored_sides(held(CODECS["projected"])[0])
     assert own is not None and own.in_numbers().keys.states.shape[-1] == 2 * SIZE
     query = states((ROWS * HEADS, GROUP, 1, SIZE), 9)
-    assert own.asked(query).shape == (ROWS * HEADS, GROUP, 1, 2 * SIZE) and own.channels() == (SIZE, SIZE)
+    assert own.map_query(query).shape == (ROWS * HEADS, GROUP, 1, 2 * SIZE) and own.channels() == (SIZE, SIZE)

@@ -150,7 +150,7 @@ def test_nothing_is_decoded(name, undecoded):
     assert own is not None
     own = own.in_numbers() if isinstance(own.keys, KeptChannels | FloatCodes) or name == "turned grid" else own
     query = states((ROWS, HEADS * GROUP, 1, SIZE), 9)
-    asked = own.asked(query.view(ROWS * HEADS, GROUP, 1, SIZE))
+    asked = own.map_query(query.view(ROWS * HEADS, GROUP, 1, SIZE))
     assert dispatch.coded_attention(asked, own.keys, own.values, turned=own.turned)
     read_all(query, [part, tail], Padded(new_tokens=1, first_column=75), 0.2)
 

@@ -9,7 +9,7 @@ import torch
 
 import kvtailor
 from kvtailor.engine.engine import Engine
-from kvtailor.engine.steady import general_way
+from kvtailor.engine.fast_path import slow_path
 from kvtailor.errors import ArgumentError, KvtailorError
 from kvtailor.hf.graphs.obstacles import obstacle
 from kvtailor.hf.layers.compressed import CompressedLayer
@@ -78,7 +78,7 @@ def test_every_plan_has_the_bytes_of_a_model_in_16_bits(case: str) -> None:
 def test_the_short_way_gives_what_the_general_way_gives(case: str) -> None:
     model = build("llama")
     short, one = decoded(model, CASES[case])
-    with general_way():
+    with slow_path():
         general, two = decoded(model, CASES[case])
     assert torch.equal(one.held(), two.held())
     assert float((short - general).abs().max()) <= 2e-3 * float(general.abs().max())
@@ -98,7 +98,7 @@ def test_it_is_a_float32_cache_of_rounded_states(family: str, plan: str, monkeyp
 
     monkeypatch.setattr(CompressedLayer, "attend", rounded)
     monkeypatch.setattr(Engine, "as_evidence", lambda self, query: query.to(HALF).float())
-    with general_way():
+    with slow_path():
         truth, twin = decoded(model, plan, dtype=None)
     assert torch.equal(cache.held(), twin.held())
     size = float(truth.abs().max())

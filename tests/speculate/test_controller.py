@@ -5,26 +5,26 @@ from __future__ import annotations
 import pytest
 
 from kvtailor.speculate.adaptive import Adaptive
-from kvtailor.speculate.contract import Measured
+from kvtailor.speculate.contract import RunCosts
 from kvtailor.speculate.controller import Controller
 from kvtailor.speculate.fixed import Fixed
 
 
 def test_gain_by_hand() -> None:
     """a = 1/2, k = 2: 1 + 1/2 + 1/4 tokens for two drafts at 1 and a verification at 5, against 4 for a plain one."""
-    measured = Measured(plain=4.0, draft=1.0, verify=5.0, verified=2.0, acceptance=0.5)
+    measured = RunCosts(plain=4.0, draft=1.0, verify=5.0, verified=2.0, acceptance=0.5)
     assert measured.gain(2) == pytest.approx(1.75 * 4 / 7)
     # One draft is verified at 4.5: half of what two add.
     assert measured.gain(1) == pytest.approx(1.5 * 4 / 5.5)
-    assert Measured(plain=4.0, draft=1.0, acceptance=0.5).gain(2) is None
+    assert RunCosts(plain=4.0, draft=1.0, acceptance=0.5).gain(2) is None
 
 
 def test_adaptive_takes_the_best_of_all_lengths() -> None:
-    good = Measured(plain=10.0, draft=0.1, verify=10.0, verified=4.0, acceptance=0.99)
-    poor = Measured(plain=10.0, draft=5.0, verify=10.0, verified=4.0, acceptance=0.3)
+    good = RunCosts(plain=10.0, draft=0.1, verify=10.0, verified=4.0, acceptance=0.99)
+    poor = RunCosts(plain=10.0, draft=5.0, verify=10.0, verified=4.0, acceptance=0.3)
     assert Adaptive().length(good) == 16 and Adaptive().length(poor) == 1
-    assert Adaptive(first=3).length(Measured()) == 3
-    middle = Measured(plain=10.0, draft=2.0, verify=11.0, verified=4.0, acceptance=0.8)
+    assert Adaptive(first=3).length(RunCosts()) == 3
+    middle = RunCosts(plain=10.0, draft=2.0, verify=11.0, verified=4.0, acceptance=0.8)
     gains = {k: middle.gain(k) for k in range(1, 17)}
     assert Adaptive().length(middle) == max(gains, key=gains.get) not in (1, 16)
 

@@ -10,7 +10,7 @@ from tests.support.chains import Table, chi_square, random_tables, transitions
 from torch import Tensor
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from kvtailor.speculate.contract import Judged, Proposal, Rule
+from kvtailor.speculate.contract import Acceptance, Proposal, Rule
 from kvtailor.speculate.controller import Controller
 from kvtailor.speculate.decode import Decoding
 from kvtailor.speculate.fixed import Fixed
@@ -27,10 +27,10 @@ V = 4
 class DrawsFromTarget(Sampling):
     """The published error: on a rejection it draws from p, and not from what q lacks of p."""
 
-    def judge(self, target: Tensor, proposal: Proposal) -> Judged:
+    def judge(self, target: Tensor, proposal: Proposal) -> Acceptance:
         right = super().judge(target, proposal)
         rows = torch.arange(target.shape[0])
-        return Judged(accepted=right.accepted, following=self.pick(target[rows, right.accepted]))
+        return Acceptance(accepted=right.accepted, following=self.pick(target[rows, right.accepted]))
 
 
 def run(rule: Rule, tokens: int, *, inner: Rule | None = None, hierarchy: bool = True, gamma: int = 3, rows: int = 1):
@@ -135,7 +135,7 @@ def test_counts_are_what_a_record_of_all_rounds_says() -> None:
     rounds: list[tuple[int, int]] = []
 
     class Watched(Greedy):
-        def judge(self, target: Tensor, proposal: Proposal) -> Judged:
+        def judge(self, target: Tensor, proposal: Proposal) -> Acceptance:
             judged = super().judge(target, proposal)
             rounds.append((int(judged.accepted), proposal.tokens.shape[1]))
             return judged

@@ -22,7 +22,7 @@ __all__ = [
     "FlopsRequest",
     "IndexRequest",
     "READS_ALL",
-    "SteadyReading",
+    "FastPathReading",
 ]
 
 READS_ALL = "reads all"
@@ -112,7 +112,7 @@ class IndexRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SteadyReading:
+class FastPathReading:
     """What each new token reads while nothing but the tail changes, which grows.
 
     Attributes:
@@ -211,7 +211,7 @@ class Attention(Method, ABC):
         """
         return None
 
-    def reads_steadily(self, layer: int, parts: Sequence[Segment]) -> SteadyReading | None:
+    def read_on_fast_path(self, layer: int, parts: Sequence[Segment]) -> FastPathReading | None:
         """Return what one new token reads, and does nothing else: what is carried stays as it is. None: more than that.
 
         Its attention is that of `segments` over what is read.

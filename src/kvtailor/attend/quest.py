@@ -23,7 +23,7 @@ from typing import ClassVar, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import READS_ALL, Attended, Attention, AttentionRequest, FlopsRequest, SteadyReading
+from kvtailor.attend.contract import READS_ALL, Attended, Attention, AttentionRequest, FastPathReading, FlopsRequest
 from kvtailor.errors import CacheMisuse
 from kvtailor.method import Serves
 from kvtailor.ops import dispatch
@@ -115,12 +115,12 @@ class Quest(Attention):
         if self.dense_layers < 0:
             raise ValueError(f"quest: dense_layers must be 0 or more, found {self.dense_layers}; the paper's is 2")
 
-    def reads_steadily(self, layer: int, parts: Sequence[Segment]) -> SteadyReading:
+    def read_on_fast_path(self, layer: int, parts: Sequence[Segment]) -> FastPathReading:
         """All in the first layers, and in others while there are no more pages than are read; else the best."""
         if self._reads_all(layer, parts):
-            return SteadyReading()
+            return FastPathReading()
         page = next(part.page for part in parts if _is_paged(part))
-        return SteadyReading(pages=BestPages(page=page, most=self._most(page), bounds=_bounds_of(parts)))
+        return FastPathReading(pages=BestPages(page=page, most=self._most(page), bounds=_bounds_of(parts)))
 
     def prompt_pass(self) -> str:
         """See `Attention.prompt_pass`."""

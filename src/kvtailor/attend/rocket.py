@@ -37,9 +37,9 @@ from kvtailor.attend.contract import (
     Attended,
     Attention,
     AttentionRequest,
+    FastPathReading,
     FlopsRequest,
     IndexRequest,
-    SteadyReading,
 )
 from kvtailor.errors import CacheMisuse
 from kvtailor.method import Serves
@@ -53,7 +53,7 @@ from kvtailor.ops.lanes.pool import pool_members
 from kvtailor.ops.lanes.rows import Rows, chosen_places, gather, rows_of
 from kvtailor.ops.lanes.topk import keep_top
 from kvtailor.types import HeadShare, Segment
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["Rocket"]
 
@@ -105,9 +105,9 @@ class Rocket(Attention):
         """The paper's split: what the first stage keeps of a prompt; None with `turns`, which keeps everything."""
         return None if self.turns else self._first_stage(tokens)
 
-    def reads_steadily(self, layer: int, parts: Sequence[Segment]) -> SteadyReading:
+    def read_on_fast_path(self, layer: int, parts: Sequence[Segment]) -> FastPathReading:
         """As many as one new token may read."""
-        return SteadyReading(up_to=self.tokens // 2)
+        return FastPathReading(up_to=self.tokens // 2)
 
     def prompt_pass(self) -> str | None:
         """See `Attention.prompt_pass`; with `turns` a prompt leaves what its queries have chosen."""
@@ -242,7 +242,7 @@ class Rocket(Attention):
             here = rows.counts if rows.on_host is None or share.ranks > 1 else rows.on_host
             held = share.sum(here.view(batch, heads).sum(1))
             capacity = torch.div(held, share.total(heads), rounding_mode="floor") + self.expect
-            kept["capacity"] = sent(capacity, rows.counts.device)
+            kept["capacity"] = send(capacity, rows.counts.device)
         elif known is not None:
             capacity = known
         else:
@@ -252,7 +252,7 @@ class Rocket(Attention):
         chunk = self._sizes(capacity, keys[0].shape[-1])[0]
         chunk = torch.where(chunk > 1, chunk, 0).repeat_interleave(heads)
         if bool((chunk > 0).any()) and rows.columns.shape[1] > self.tokens // 2:
-            without = sent(chunk == 0, rows.columns.device)[:, None]
+            without = send(chunk == 0, rows.columns.device)[:, None]
             columns = rows.columns.masked_fill(~rows.valid() | without, -1).to(torch.int32)
             kept["columns"] = columns.unflatten(0, (batch, heads))
             kept["bounds"] = chunk_bounds(keys, rows, chunk).unflatten(0, (batch, heads))
@@ -272,7 +272,7 @@ class Rocket(Attention):
             carry = self._indexed(rows, keys, b, carry, request.context.share)
         carry, capacity, loose = self._up_to_date(request, rows, keys, carry)
         sizes = self._sizes(capacity, keys[0].shape[-1])
-        chunk, channels = sent(sizes[0].repeat_interleave(heads), device), sizes[1].repeat_interleave(heads)
+        chunk, channels = send(sizes[0].repeat_interleave(heads), device), sizes[1].repeat_interleave(heads)
         covered = _covered(carry).to(device) if "bounds" in carry else torch.zeros_like(rows.counts)
         rows_of_query = query.reshape(b * heads, -1, query.shape[-1])
         bounds = carry["bounds"].flatten(0, 1) if "bounds" in carry else None

@@ -32,9 +32,9 @@ from kvtailor.attend.contract import (
     Attended,
     Attention,
     AttentionRequest,
+    FastPathReading,
     FlopsRequest,
     IndexRequest,
-    SteadyReading,
 )
 from kvtailor.errors import CacheMisuse
 from kvtailor.method import Serves
@@ -70,11 +70,11 @@ class Rolling(Attention):
         latents="it turns whole keys by their positions, and of a latent layer's keys only the last channels are turned"
     )
 
-    def reads_steadily(self, layer: int, parts: Sequence[Segment]) -> SteadyReading:
+    def read_on_fast_path(self, layer: int, parts: Sequence[Segment]) -> FastPathReading:
         """All as it lies while nothing is missing; then all but the first part, whose turned keys `index` has left."""
         newest = parts[-1].layout
         whole = newest.start is not None and _in_one_run(parts, newest.start + newest.size)
-        return SteadyReading(carried=not whole)
+        return FastPathReading(carried=not whole)
 
     def index(self, request: IndexRequest) -> Mapping[str, Tensor]:
         """Turn the keys of the first part, where that is short and nothing is missing behind any other.
@@ -89,7 +89,7 @@ class Rolling(Attention):
             return {}
         keys, values = first.decode()
         if not keys.is_cpu:
-            # Elsewhere there is no short way, and to look would be to wait.
+            # Elsewhere there is no fast path, and to look would be to wait.
             return {}
         (gap, reach), *others = _gaps(parts, visible, keys.device)
         if gap is None or reach < layout.size or any(each for _, each in others):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtailor.attend.contract import READS_ALL, Attended, Attention, AttentionRequest, FlopsRequest, SteadyReading
+from kvtailor.attend.contract import READS_ALL, Attended, Attention, AttentionRequest, FastPathReading, FlopsRequest
 from kvtailor.ops.attention.parts import counting, read_all
 from kvtailor.types import Segment
 
@@ -35,9 +35,9 @@ class Segments(Attention):
     weighs_tokens: ClassVar[bool] = True
     graph_safe: ClassVar[bool] = True
 
-    def reads_steadily(self, layer: int, parts: Sequence[Segment]) -> SteadyReading:
+    def read_on_fast_path(self, layer: int, parts: Sequence[Segment]) -> FastPathReading:
         """All of any number."""
-        return SteadyReading()
+        return FastPathReading()
 
     def prompt_pass(self) -> str:
         """See `Attention.prompt_pass`."""

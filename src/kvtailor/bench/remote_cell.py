@@ -28,7 +28,7 @@ from kvtailor.cluster.contract import Shared
 from kvtailor.errors import KvtailorError
 
 __all__ = [
-    "Asked",
+    "CellRequest",
     "CellAnswer",
     "ModelThere",
     "SamplesAnswer",
@@ -103,7 +103,7 @@ class SharedJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class CellRequest:
     """One cell.
 
     Attributes:
@@ -222,7 +222,7 @@ def describe_samples(shared: Shared) -> SamplesAnswer:
     return SamplesAnswer(samples=tuple(found))
 
 
-def score_cell(asked: Asked, bandwidth: bool) -> CellAnswer:
+def score_cell(asked: CellRequest, bandwidth: bool) -> CellAnswer:
     """Return the records of a cell; runs in a worker, and may be run again after it was begun.
 
     Args:
@@ -248,7 +248,7 @@ def machine_here(device: str, dtype: str, bandwidth: bool = False) -> dict[str, 
     return machine.describe(bandwidth=bandwidth, device=torch.device(device), dtype=getattr(torch, dtype))
 
 
-def _records(asked: Asked, bandwidth: bool) -> Iterator[Record]:
+def _records(asked: CellRequest, bandwidth: bool) -> Iterator[Record]:
     samples = _samples_of(asked.job)
     job, subject = samples.job, samples.subject
     sample = samples.at(asked.index)

@@ -259,7 +259,7 @@ def run(
     work = [(job, steps, given_for(job, steps)) for job in jobs for steps in [_Steps(advance, job)]]
     if executor is None:
         # Of processes that share a model, one knows what is there.
-        done = processes.told(finished(out, subject.device, without=without) if resume and processes.first else {})
+        done = processes.broadcast(finished(out, subject.device, without=without) if resume and processes.first else {})
         records = []
         for job, steps, given in work:
             if given.subject is timed:

@@ -22,8 +22,8 @@ from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.loop import blank_of, known_together, sides_of
 from kvtailor.bench.remote_cell import (
-    Asked,
     CellAnswer,
+    CellRequest,
     ModelThere,
     SamplesAnswer,
     SharedJob,
@@ -282,7 +282,7 @@ class _Spread:
         job = cell.job
         if job.stopped or job.shared is None:
             return
-        asked = Asked(
+        asked = CellRequest(
             job=job.shared,
             index=cell.index,
             text_hash=cell.sample.text_hash,

@@ -22,7 +22,7 @@ from kvtailor.cli.asked import (
     SETS,
     TASKS,
     USUAL,
-    Asked,
+    TaskRequest,
     check_flags,
     settings_of,
     split_tasks,
@@ -234,7 +234,7 @@ def executor_of(address: str | None, console: Console) -> AbstractContextManager
 
 def _one_run(
     options: dict[str, Any],
-    wanted: Sequence[Asked],
+    wanted: Sequence[TaskRequest],
     subject: Subject,
     console: Console,
     spread: dict[str, Any],

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtailor.calibration_file import Calibration
-    from kvtailor.cli.words.budget import Holding
+    from kvtailor.cli.words.budget import HeldTokens
     from kvtailor.hf.model.geometry import Geometry
     from kvtailor.hf.sizes.size import CacheSize
     from kvtailor.plan import Plan
@@ -303,7 +303,7 @@ def _forecast(
     plan: Plan,
     sizes: dict[str, Any],
     cost: dict[str, Any],
-    held: Holding,
+    held: HeldTokens,
     link: str | None,
     step_ms: float | None,
     rows: int,

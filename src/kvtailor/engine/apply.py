@@ -1,6 +1,6 @@
 """How what an eviction decides becomes what a layer holds: the tail itself, or segments and the recent window.
 
-A kept set: `what_stays` works out what it makes of a layer and changes nothing; `apply_kept` puts that in place.
+A kept set: `compute_contents` works out what it makes of a layer; `apply_contents` puts that in place.
 
 The tail: `encode_tail` makes encoded segments of its oldest tokens, when nothing else moves them, and ages those.
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvtailor.allocate.contract import BudgetRequest
 from kvtailor.engine.budget import waiting_tokens
-from kvtailor.engine.state import LayerState, encoded, joined
+from kvtailor.engine.state import LayerState, encode_parts, join_parts
 from kvtailor.errors import CacheMisuse
 from kvtailor.merge.contract import Merged
 from kvtailor.merge.drop import Drop
@@ -37,8 +37,8 @@ from kvtailor.ops.segments.weighted import Weighted, without_weight
 from kvtailor.plan.registry import name_of
 from kvtailor.store.recent_window import SPARE, Tail, capacity_for
 from kvtailor.types import Held, Layout, Needs, PlainSegment, Segment
-from kvtailor.types.checked_returns import checked_budgets, checked_segment, checked_tensor, refuse
-from kvtailor.types.late_checks import require_none, sent
+from kvtailor.types.checked_returns import check_budgets, check_segment, check_tensor, contract_error
+from kvtailor.types.late_checks import require_none, send
 
 if TYPE_CHECKING:
     from kvtailor.encode.contract import Codec
@@ -51,16 +51,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HeadCounts",
-    "Kept",
-    "apply_kept",
+    "LayerContents",
+    "apply_contents",
     "drop_middle",
     "encode_tail",
-    "first_tokens",
+    "count_first_tokens",
     "has_unencoded",
     "split_oldest",
-    "waits_in_tail",
-    "what_stays",
-    "without_first",
+    "count_waiting_in_tail",
+    "compute_contents",
+    "drop_first_slots",
 ]
 
 _Seen = TypeVar("_Seen", Held, Merged)
@@ -85,7 +85,7 @@ class HeadCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class LayerContents:
     """What a layer holds after an eviction.
 
     Attributes:
@@ -109,7 +109,7 @@ class Kept:
     mass: tuple[Tensor, ...] | None = None
 
 
-def what_stays(
+def compute_contents(
     state: LayerState,
     plan: Plan,
     view: tuple[Held, Sequence[Tensor]],
@@ -119,7 +119,7 @@ def what_stays(
     recent: int,
     encoding: bool = True,
     counts: HeadCounts | None = None,
-) -> Kept:
+) -> LayerContents:
     """Return what a layer holds once only a kept set stays, with what the plan's merger folds into it.
 
     Args:
@@ -146,16 +146,18 @@ def what_stays(
     recent = _common_recent(state, held, keep, recent, plan.select if counts.sure else None)
     merged = None
     if bool((counts.kept < counts.before).any()):
-        merged = _merged(state, plan, replace(held, kept=counts.kept), slots, keep, recent, most)
+        merged = _merge(state, plan, replace(held, kept=counts.kept), slots, keep, recent, most)
     if codec.exact and codec.block == 0 and not plan.merge.weighted:
         whole = cut_lanes(keep, counts=counts.kept)
         # Every head keeps the same number: one lane for each (row, head), which a tail can hold.
         if whole is not None and whole.owner is None:
-            tail = _gathered(state, held, keep, merged, whole)
+            tail = _gather(state, held, keep, merged, whole)
             before = state.stored.tail
             known = min(counts.newest, (before.run or 0) if before else 0)
             run, mass = max(recent, known), _mass(held, [whole])
-            return Kept(tail=tail, recent=recent, run=run, anchor=_anchor(before, plan, held, counts), mass=mass)
+            return LayerContents(
+                tail=tail, recent=recent, run=run, anchor=_count_anchor(before, plan, held, counts), mass=mass
+            )
     waits = encoding and _waits(state, plan, counts)
     recent = state.stored.tail.length if waits and state.stored.tail else recent
     # (b, h, n) bool: what leaves the tail, or has left it before.
@@ -163,9 +165,9 @@ def what_stays(
     # (b, h): how many those are. All heads keep the same recent window.
     leaving = counts.kept - recent
     cuts, segments = [], []
-    front = _front(plan, held)
+    front = _mark_first(plan, held)
     if not codec.exact:
-        old, moved = _moved_codes(state, plan, held, slots, old, front)
+        old, moved = _move_codes(state, plan, held, slots, old, front)
         cuts, segments = [cut for cut, _ in moved], [segment for _, segment in moved]
         for cut in cuts:
             leaving = leaving - cut.counts.view_as(leaving)
@@ -178,13 +180,13 @@ def what_stays(
         mask, counted = _of_rows(rows == row_waits, old, leaving)
         runs: list[tuple[Tensor, Tensor, int]] = [(mask, counted, 0)]
         if not row_waits:
-            runs = _runs(state, plan, held, mask, counted, recent)
-        for those, number, newest in _apart(runs, front if plan.attend.in_cache_positions else None):
+            runs = _make_runs(state, plan, held, mask, counted, recent)
+        for those, number, newest in _split_runs(runs, front if plan.attend.in_cache_positions else None):
             fresh = cut_lanes(those, codec.lane_multiple, number)
             if fresh is not None:
-                plain = _gathered(state, held, keep, merged, fresh)
-                stored = plain if row_waits else _encoded_now(state, plan, held, plain, newest)
-                segments.append(_weighed(stored, held, keep, merged, fresh))
+                plain = _gather(state, held, keep, merged, fresh)
+                stored = plain if row_waits else _encode(state, plan, held, plain, newest)
+                segments.append(_add_weights(stored, held, keep, merged, fresh))
                 cuts.append(fresh)
     rewritten = None
     if recent:
@@ -192,20 +194,24 @@ def what_stays(
         assert staying is not None
         cuts.append(staying)
         if merged is not None:
-            taken = _gathered(state, held, keep, merged, staying)
+            taken = _gather(state, held, keep, merged, staying)
             rewritten = taken.keys, taken.values
-    return Kept(segments=tuple(segments), recent=recent, waits=waits, rewritten=rewritten, mass=_mass(held, cuts))
+    return LayerContents(
+        segments=tuple(segments), recent=recent, waits=waits, rewritten=rewritten, mass=_mass(held, cuts)
+    )
 
 
-def apply_kept(state: LayerState, plan: Plan, kept: Kept, *, first: Tensor | None, encoding: bool = True) -> None:
-    """Let a layer hold what `what_stays` found; the layers that share segments with it join them again.
+def apply_contents(
+    state: LayerState, plan: Plan, kept: LayerContents, *, first: Tensor | None, encoding: bool = True
+) -> None:
+    """Let a layer hold what `compute_contents` found; the layers that share segments with it join them again.
 
     Args:
         state: of the layer.
-        plan: see `what_stays`.
+        plan: see `compute_contents`.
         kept: what it holds from now on.
         first: (b,) column of each row's first real token.
-        encoding: see `what_stays`.
+        encoding: see `compute_contents`.
 
     Raises:
         CacheMisuse: layers that share segments hold different tokens.
@@ -222,32 +228,34 @@ def apply_kept(state: LayerState, plan: Plan, kept: Kept, *, first: Tensor | Non
     state.stored.segments = list(kept.segments)
     if kept.tail is None and encoding and state.completes:
         group = state.layer_group
-        for each, own in zip(group, joined([e.here() for e in group], state.codec(plan), first), strict=True):
+        for each, own in zip(group, join_parts([e.here() for e in group], state.codec(plan), first), strict=True):
             each.stored.segments = own
     if kept.mass is not None:
         state.observed.evidence = replace(state.observed.evidence, mass=kept.mass)
 
 
 def has_unencoded(state: LayerState, plan: Plan) -> bool:
-    """Return whether the layer holds segments that are not encoded yet; see `encoding` of `what_stays`."""
+    """Return whether the layer holds segments that are not encoded yet; see `encoding` of `compute_contents`."""
     encoded = state.codec(plan).segment_type()
     return not all(isinstance(without_weight(segment), encoded) for segment in state.here())
 
 
-def _front(plan: Plan, held: Held) -> Tensor | None:
+def _mark_first(plan: Plan, held: Held) -> Tensor | None:
     """Return the first tokens (b, h, n) bool of each row where they become a segment of their own; else None.
 
     They do where the attention turns their keys, by what is missing behind them, and those of no others. And where what
     is behind them goes by age, from codes that hold both.
     """
     first = None if plan.score is None else plan.score.first_kept
-    if not first or not (plan.attend.in_cache_positions or first_tokens(plan) is not None):
+    if not first or not (plan.attend.in_cache_positions or count_first_tokens(plan) is not None):
         return None
     return held.positions < held.first.to(held.positions.device)[:, None, None] + first
 
 
-def _apart(runs: Sequence[tuple[Tensor, Tensor, int]], front: Tensor | None) -> Sequence[tuple[Tensor, Tensor, int]]:
-    """Return runs as `_runs` gives them, the tokens `front` (b, h, n) bool in runs of their own."""
+def _split_runs(
+    runs: Sequence[tuple[Tensor, Tensor, int]], front: Tensor | None
+) -> Sequence[tuple[Tensor, Tensor, int]]:
+    """Return runs as `_make_runs` gives them, the tokens `front` (b, h, n) bool in runs of their own."""
     if front is None:
         return runs
     # (runs, b, h) in one transfer.
@@ -258,7 +266,7 @@ def _apart(runs: Sequence[tuple[Tensor, Tensor, int]], front: Tensor | None) -> 
     return found
 
 
-def _moved_codes(
+def _move_codes(
     state: LayerState, plan: Plan, held: Held, slots: Sequence[Tensor], old: Tensor, front: Tensor | None
 ) -> tuple[Tensor, list[tuple[Cut, Segment]]]:
     """Return what is still to be encoded of `old` (b, h, n) bool, and the encoded segments that stay, with their cuts.
@@ -286,14 +294,14 @@ def _moved_codes(
             continue
         whole = bool((count == each.stored.layout.counts()).all())
         if run and (whole or each.front != run[-1][0].front):
-            moved += _moved_together(run, codec.lane_multiple, held)
+            moved += _move_together(run, codec.lane_multiple, held)
             run = []
         if whole:
             # All of it stays: nothing has to move.
             moved.append((cut_of_part(each.stored.layout, each.slots), each.stored))
         else:
             run.append((each, count))
-    return fresh, moved + _moved_together(run, codec.lane_multiple, held)
+    return fresh, moved + _move_together(run, codec.lane_multiple, held)
 
 
 class _Codes(NamedTuple):
@@ -315,7 +323,7 @@ class _Codes(NamedTuple):
     front: bool
 
 
-def _moved_together(run: Sequence[tuple[_Codes, Tensor]], multiple: int, held: Held) -> list[tuple[Cut, Segment]]:
+def _move_together(run: Sequence[tuple[_Codes, Tensor]], multiple: int, held: Held) -> list[tuple[Cut, Segment]]:
     """Return what stays of segments that follow each other, with its cuts: in one where their encoding allows it.
 
     A segment of which each eviction leaves fewer tokens would else be there for as long as one of them is.
@@ -346,7 +354,7 @@ def _moved_together(run: Sequence[tuple[_Codes, Tensor]], multiple: int, held: H
     found = first.stored.regather_with([each.stored for each, _ in others], lane[at], slot[at], layout)
     if found is not None:
         return [(cut, found)]
-    return [each for alone in run for each in _moved_together([alone], multiple, held)]
+    return [each for alone in run for each in _move_together([alone], multiple, held)]
 
 
 def _waiting_rows(state: LayerState, plan: Plan, leaving: Tensor) -> Tensor:
@@ -356,7 +364,7 @@ def _waiting_rows(state: LayerState, plan: Plan, leaving: Tensor) -> Tensor:
     waits for itself alone, so that it is encoded as it would be without the others.
 
     Args:
-        state, plan: see `what_stays`.
+        state, plan: see `compute_contents`.
         leaving: (b, h) int64 on the CPU: how many tokens of each head are not encoded.
     """
     enough = waiting_tokens(plan, state.codec(plan)) if state.clock.decoding else 0
@@ -367,7 +375,7 @@ def _waiting_rows(state: LayerState, plan: Plan, leaving: Tensor) -> Tensor:
 def _waits(state: LayerState, plan: Plan, counts: HeadCounts) -> bool:
     """Return whether all of the tail stays in it, since it is no block yet: where the host knows that every head keeps
     all of it, and nothing older waits."""
-    block, tail = waits_in_tail(plan, state.codec(plan)), state.stored.tail
+    block, tail = count_waiting_in_tail(plan, state.codec(plan)), state.stored.tail
     assert tail is not None
     if not 0 < tail.length < block or not state.clock.decoding or state.layer_group or has_unencoded(state, plan):
         return False
@@ -378,10 +386,10 @@ def _of_rows(rows: Tensor, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tens
     """Return tokens (b, h, n) bool and their counts (b, h) on the CPU without those of other rows than these (b,)."""
     if bool(rows.all()):
         return tokens, counts
-    return tokens & sent(rows, tokens.device)[:, None, None], counts * rows[:, None]
+    return tokens & send(rows, tokens.device)[:, None, None], counts * rows[:, None]
 
 
-def _runs(
+def _make_runs(
     state: LayerState, plan: Plan, held: Held, old: Tensor, leaving: Tensor, recent: int
 ) -> list[tuple[Tensor, Tensor, int]]:
     """Return the tokens `old` (b, h, n) bool, `leaving` (b, h) of each head, as the codec cuts them along time.
@@ -398,14 +406,14 @@ def _runs(
     return [(mask, each, end) for mask, each, (end, _) in zip(masks, counts, ends, strict=True)]
 
 
-def _encoded_now(state: LayerState, plan: Plan, held: Held, plain: PlainSegment, newest: int) -> Segment:
+def _encode(state: LayerState, plan: Plan, held: Held, plain: PlainSegment, newest: int) -> Segment:
     codec, seen = state.encoder(plan, held.first), state.stored.seen
     found = codec.encode_aged(plain.layout, plain.keys, plain.values, held.first, newest=newest, seen=seen)
-    checked_segment(codec, found, codec.segment_type(), plain.layout)
+    check_segment(codec, found, codec.segment_type(), plain.layout)
     return found
 
 
-def _merged(
+def _merge(
     state: LayerState, plan: Plan, held: Held, slots: Sequence[Tensor], keep: Tensor, recent: int, most: int
 ) -> Merged | None:
     """Return what the plan's merger makes of the kept tokens, `most` in a head; None where they stay as they are.
@@ -414,7 +422,7 @@ def _merged(
     """
     # Of a lossy code the state behind it is gone: it moves, but nothing can be folded into it.
     exact = state.codec(plan).exact
-    into = keep if exact else keep & ~_only_codes(state, plan, slots, keep)
+    into = keep if exact else keep & ~_mark_codes(state, plan, slots, keep)
     if plan.merge.weighted and recent:
         into = into & ~held.recent(recent)
         # All heads keep the same recent window.
@@ -436,18 +444,18 @@ def _merged(
 def _check_merged(merge: Merger, merged: object, held: Held, most: int) -> None:
     """Raise `MethodError` where a merger returns something else than the kept tokens, `most` of each head."""
     if not isinstance(merged, Merged):
-        raise refuse(merge, f"returned a {type(merged).__name__}, where Merged or None is due")
+        raise contract_error(merge, f"returned a {type(merged).__name__}, where Merged or None is due")
     for name, found, like in (("keys", merged.keys, held.keys), ("values", merged.values, held.values)):
         shape = (*held.positions.shape[:2], most, like.shape[-1])
-        checked_tensor(merge, f"merged {name}", found, shape, like.dtype, like.device)
+        check_tensor(merge, f"merged {name}", found, shape, like.dtype, like.device)
     if merged.log_weight is not None:
         if not merge.weighted:
-            raise refuse(merge, "returned weights, and does not declare that it is `weighted`")
+            raise contract_error(merge, "returned weights, and does not declare that it is `weighted`")
         shape = (*held.positions.shape[:2], most)
-        checked_tensor(merge, "log_weight", merged.log_weight, shape, torch.float32, held.keys.device)
+        check_tensor(merge, "log_weight", merged.log_weight, shape, torch.float32, held.keys.device)
 
 
-def _only_codes(state: LayerState, plan: Plan, slots: Sequence[Tensor], keep: Tensor) -> Tensor:
+def _mark_codes(state: LayerState, plan: Plan, slots: Sequence[Tensor], keep: Tensor) -> Tensor:
     """Return (b, h, n) bool: kept tokens of which there is only a lossy code, where the codec is one."""
     codec = state.codec(plan)
     found = torch.zeros_like(keep)
@@ -457,12 +465,12 @@ def _only_codes(state: LayerState, plan: Plan, slots: Sequence[Tensor], keep: Te
     return found
 
 
-def _gathered(state: LayerState, held: Held, keep: Tensor, merged: Merged | None, cut: Cut) -> PlainSegment:
+def _gather(state: LayerState, held: Held, keep: Tensor, merged: Merged | None, cut: Cut) -> PlainSegment:
     """Return the kept tokens in the lanes of a cut, as they are stored from now on."""
     if state.model.latents is not None:
         # The scorer saw one kv head of joined keys; what is stored are their two parts.
-        held = _parted(held)
-        merged = None if merged is None else _parted(merged)
+        held = _split_latents(held)
+        merged = None if merged is None else _split_latents(merged)
     if merged is None:
         return gather_held(held, cut)
     # `merged` holds kept tokens alone, (b, h, k, d): index along n -> place among the kept ones of the same head.
@@ -472,17 +480,17 @@ def _gathered(state: LayerState, held: Held, keep: Tensor, merged: Merged | None
     return PlainSegment(layout=layout, keys=keys, values=values)
 
 
-def _parted(seen: _Seen) -> _Seen:
+def _split_latents(seen: _Seen) -> _Seen:
     """Return the same with latents in the place of keys and rotated keys in that of values."""
     keys, values = parted(seen.keys, seen.values)
     return replace(seen, keys=keys, values=values)
 
 
-def _weighed(segment: Segment, held: Held, keep: Tensor, merged: Merged | None, cut: Cut) -> Segment:
+def _add_weights(segment: Segment, held: Held, keep: Tensor, merged: Merged | None, cut: Cut) -> Segment:
     """Return the segment of a cut with the weights of its tokens, where any token of the layer has one."""
     weights, index = held.log_weight, cut.index
     if merged is not None and merged.log_weight is not None:
-        # The same change of index as in `_gathered`.
+        # The same change of index as in `_gather`.
         weights, index = merged.log_weight, place_among_kept(keep).flatten(0, 1)[cut.owners[:, None], cut.index]
     if weights is None:
         return segment
@@ -501,15 +509,15 @@ def _common_recent(state: LayerState, held: Held, keep: Tensor, recent: int, pro
     newest = (held.positions >= state.stored.seen - recent) & keep
     if promised is not None and keep.device.type != "cpu":
         said = f"kept fewer than the newest {recent} tokens, all of which must stay, in a row and head"
-        require_none(newest.sum(-1) != recent, lambda: refuse(promised, said))
+        require_none(newest.sum(-1) != recent, lambda: contract_error(promised, said))
         return recent
     # One answer for all heads of the layer, whichever process has them: else some would be encoded and others not.
     return recent if state.model.share.all(bool((newest.sum(-1) == recent).all())) else 0
 
 
-def _anchor(before: Tail | None, plan: Plan, held: Held, counts: HeadCounts) -> int:
+def _count_anchor(before: Tail | None, plan: Plan, held: Held, counts: HeadCounts) -> int:
     """Return how many of the first columns the host knows all heads to keep; without padding (`Held.front`) alone."""
-    first = first_tokens(plan)
+    first = count_first_tokens(plan)
     if first is None or held.front is None or before is None or before.anchor < first:
         return 0
     return first if int(counts.kept.min()) > first else 0
@@ -561,14 +569,14 @@ def encode_tail(
 def _renew(state: LayerState, plan: Plan, first: Tensor | None) -> None:
     """Encode anew what has grown old."""
     held, codec = state.here(), state.codec(plan)
-    found = [_renewed(each, codec, state.stored.seen, first) for each in held]
+    found = [_renew_segment(each, codec, state.stored.seen, first) for each in held]
     if any(new is not old for new, old in zip(found, held, strict=True)):
         state.stored.segments = found
         # What is carried of them was made from other codes.
         state.clock.reindex = True
 
 
-def _renewed(segment: Segment, codec: Codec, seen: int, first: Tensor | None) -> Segment:
+def _renew_segment(segment: Segment, codec: Codec, seen: int, first: Tensor | None) -> Segment:
     if not isinstance(segment, Weighted):
         return codec.renewed(segment, seen, first)
     inner = codec.renewed(segment.inner, seen, first)
@@ -583,21 +591,23 @@ def _encode_oldest(
     codec, tail, seen = state.encoder(plan, first), state.stored.tail, state.stored.seen
     assert tail is not None
     if len(group) == 1:
-        state.stored.segments = [_no_longer_waiting(each, codec, first, seen) for each in state.here()]
+        state.stored.segments = [_encode_waiting(each, codec, first, seen) for each in state.here()]
     begin = 0
     for size, age in codec.runs(count, tail.length - count):
-        leaving = [_oldest(each, begin, size, real, codec.lane_multiple) for each in group]
+        leaving = [_take_oldest(each, begin, size, real, codec.lane_multiple) for each in group]
         begin += size
         if leaving[-1] is None:
             continue
-        found = encoded([part for part in leaving if part is not None], codec, first, newest=seen - 1 - age, seen=seen)
+        found = encode_parts(
+            [part for part in leaving if part is not None], codec, first, newest=seen - 1 - age, seen=seen
+        )
         for each, segment in zip(group, found, strict=True):
             each.stored.segments.append(segment)
     for each in group:
         _drop_oldest(each, count)
 
 
-def _no_longer_waiting(segment: Segment, codec: Codec, first: Tensor | None, seen: int) -> Segment:
+def _encode_waiting(segment: Segment, codec: Codec, first: Tensor | None, seen: int) -> Segment:
     """The segment, encoded where it was left as it is for more to come (`budget.waiting_tokens`).
 
     It is older than what is encoded now, and segments are in time order.
@@ -607,11 +617,11 @@ def _no_longer_waiting(segment: Segment, codec: Codec, first: Tensor | None, see
         return segment
     newest = int(plain.layout.columns(plain.keys.device).max())
     stored = codec.encode_aged(plain.layout, plain.keys, plain.values, first, newest=newest, seen=seen)
-    checked_segment(codec, stored, codec.segment_type(), plain.layout)
+    check_segment(codec, stored, codec.segment_type(), plain.layout)
     return replace(segment, layout=stored.layout, inner=stored) if isinstance(segment, Weighted) else stored
 
 
-def _oldest(state: LayerState, begin: int, count: int, real: Tensor | None, multiple: int) -> PlainSegment | None:
+def _take_oldest(state: LayerState, begin: int, count: int, real: Tensor | None, multiple: int) -> PlainSegment | None:
     """Old tokens of the tail from `begin` on, padding left out, whose evidence is a part of its own from now on.
 
     What is before them has had its turn.
@@ -655,7 +665,7 @@ _LONG = 2
 """Blocks from which on the oldest segment behind the first tokens is split, so that little moves at each token."""
 
 
-def first_tokens(plan: Plan) -> int | None:
+def count_first_tokens(plan: Plan) -> int | None:
     """Return how many first tokens a plan holds beside the newest; None where more than ages decides what stays.
 
     None as well where it evicts more rarely than a tail grows: the slots that get free in front would then be held for
@@ -672,14 +682,14 @@ def first_tokens(plan: Plan) -> int | None:
     return score.first_kept if even and best and (plain or waits) and type(plan.merge) is Drop else None
 
 
-def waits_in_tail(plan: Plan, codec: Codec) -> int:
+def count_waiting_in_tail(plan: Plan, codec: Codec) -> int:
     """Return how many tokens a layer's tail holds when they are encoded, as a block; 0: evictions leave none in it.
 
     Args:
         plan: of the layer.
         codec: the plan's, as it is on the layer.
     """
-    return 0 if first_tokens(plan) is None or codec.ages else waiting_tokens(plan, codec)
+    return 0 if count_first_tokens(plan) is None or codec.ages else waiting_tokens(plan, codec)
 
 
 def drop_middle(state: LayerState, plan: Plan, first: int, visible: Visibility, budget: Budget, layers: int) -> bool:
@@ -691,7 +701,7 @@ def drop_middle(state: LayerState, plan: Plan, first: int, visible: Visibility, 
     Args:
         state: of the layer, for which an eviction is due.
         plan: whose allocator says how many tokens stay.
-        first: see `first_tokens`.
+        first: see `count_first_tokens`.
         visible: of the forward that has just ended.
         budget: of all layers.
         layers: how many layers the plan compresses.
@@ -704,9 +714,9 @@ def drop_middle(state: LayerState, plan: Plan, first: int, visible: Visibility, 
     if visible.real is not None or not state.clock.decoding:
         return False
     codec = state.codec(plan)
-    block, held = waits_in_tail(plan, codec), tail.length
+    block, held = count_waiting_in_tail(plan, codec), tail.length
     if block:
-        if not plan.store.is_memory or state.layer_group or not _all_coded(state.stored.segments, codec):
+        if not plan.store.is_memory or state.layer_group or not _are_codes(state.stored.segments, codec):
             return False
         held += sum(each.layout.size for each in state.stored.segments)
     elif state.stored.segments or tail.anchor < first or tail.slots > capacity_for(tail.length):
@@ -723,7 +733,7 @@ def drop_middle(state: LayerState, plan: Plan, first: int, visible: Visibility, 
         num_layers=layers,
     )
     last = layers == 1
-    budgets = checked_budgets(
+    budgets = check_budgets(
         allocate,
         allocate.allocate(request),
         budget.total,
@@ -756,23 +766,27 @@ def split_oldest(state: LayerState, plan: Plan) -> None:
     Called where an eviction while decoding has dropped tokens, however it was made. The next ones would else move all
     of that segment, at each token.
     """
-    first, block, segments = first_tokens(plan), waits_in_tail(plan, state.codec(plan)), state.stored.segments
+    first, block, segments = (
+        count_first_tokens(plan),
+        count_waiting_in_tail(plan, state.codec(plan)),
+        state.stored.segments,
+    )
     at = 1 if first else 0
     if not block or not state.clock.decoding or len(segments) <= at:
         return
     oldest = segments[at]
-    if not _even(oldest) or oldest.layout.size <= _LONG * block:
+    if not _is_even(oldest) or oldest.layout.size <= _LONG * block:
         return
-    state.stored.segments = [*segments[:at], *(_slots(oldest, *ends) for ends in ((0, block), (block, None)))]
+    state.stored.segments = [*segments[:at], *(_pick_slots(oldest, *ends) for ends in ((0, block), (block, None)))]
     state.stored.segments += segments[at + 1 :]
 
 
-def without_first(segment: Segment, count: int) -> Segment:
+def drop_first_slots(segment: Segment, count: int) -> Segment:
     """Return an encoded segment, one lane for each row and kv head, without the first `count` slots of each lane."""
-    return _slots(segment, count, None)
+    return _pick_slots(segment, count, None)
 
 
-def _slots(segment: Segment, begin: int, end: int | None) -> Segment:
+def _pick_slots(segment: Segment, begin: int, end: int | None) -> Segment:
     layout = segment.layout
     device = next(iter(segment.tensors().values())).device
     positions = layout.positions
@@ -785,14 +799,14 @@ def _slots(segment: Segment, begin: int, end: int | None) -> Segment:
     return segment.regather(lane, slot, part)
 
 
-def _even(segment: Segment) -> bool:
+def _is_even(segment: Segment) -> bool:
     """Whether it has one lane for each row and kv head, all of whose slots are filled."""
     return segment.layout.owner is None and segment.layout.lengths is None
 
 
-def _all_coded(segments: Sequence[Segment], codec: Codec) -> bool:
+def _are_codes(segments: Sequence[Segment], codec: Codec) -> bool:
     """Whether all segments are of a codec, with as many tokens in each row and head."""
-    return all(_even(each) and isinstance(each, codec.segment_type()) for each in segments)
+    return all(_is_even(each) and isinstance(each, codec.segment_type()) for each in segments)
 
 
 def _first_are_apart(segments: Sequence[Segment], first: int) -> bool:
@@ -812,7 +826,7 @@ def _drop_behind_first(state: LayerState, first: int, count: int) -> None:
     while count and segments[at].layout.size <= count:
         count -= segments.pop(at).layout.size
     if count:
-        segments[at] = without_first(segments[at], count)
+        segments[at] = drop_first_slots(segments[at], count)
     state.stored.segments = segments
 
 
@@ -826,6 +840,6 @@ def _encode_whole_tail(state: LayerState, plan: Plan) -> None:
     keys, values = huge_pages.copied(plain.keys), huge_pages.copied(plain.values)
     codec = state.encoder(plan, first)
     found = codec.encode_aged(layout, keys, values, first, newest=seen - 1, seen=seen)
-    checked_segment(codec, found, codec.segment_type(), layout)
+    check_segment(codec, found, codec.segment_type(), layout)
     state.stored.segments = [*state.stored.segments, found]
     tail.clear()

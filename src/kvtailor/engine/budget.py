@@ -22,13 +22,13 @@ _AT_ONCE = 32
 __all__ = [
     "Budget",
     "CacheShape",
-    "budget_of",
+    "make_budget",
     "no_bytes",
-    "only_recent",
+    "describe_only_recent",
     "recent_tokens",
-    "total_tokens",
+    "count_total",
     "waiting_tokens",
-    "warned_of_recent",
+    "warn_of_recent",
 ]
 
 
@@ -80,7 +80,7 @@ def no_bytes(element_size: int) -> int:
     return 0
 
 
-def budget_of(
+def make_budget(
     plan: Plan,
     tokens: Tensor,
     *,
@@ -92,16 +92,16 @@ def budget_of(
     """Return what rows may hold, as the layer that is cut now is told it.
 
     Args:
-        plan, tokens, layers, other_bytes, shapes: see `total_tokens`.
+        plan, tokens, layers, other_bytes, shapes: see `count_total`.
         newest: the shape of the layer that is cut now.
     """
-    total = total_tokens(plan, tokens, layers=layers, template=newest, other_bytes=other_bytes, shapes=shapes)
+    total = count_total(plan, tokens, layers=layers, template=newest, other_bytes=other_bytes, shapes=shapes)
     every = sum(each.heads for each in shapes) or layers * newest.heads
     # A layer is given the total that would be due if all layers had its heads: only its own share counts then.
     return Budget(total=total * (layers * newest.heads) // every, each=total // every, row_tokens=tokens)
 
 
-def total_tokens(
+def count_total(
     plan: Plan,
     tokens: Tensor,
     *,
@@ -162,7 +162,7 @@ def waiting_tokens(plan: Plan, codec: Codec) -> int:
     return least if slack is not None and slack + 1 < least and not codec.exact and not codec.across else 0
 
 
-def only_recent(*, seen: int | None, held: int, recent: int) -> str:
+def describe_only_recent(*, seen: int | None, held: int, recent: int) -> str:
     """Describe a budget of `held` tokens per kv head where the score always keeps `recent` newest, at least as many.
 
     A sentence without its subject, the plan. `seen` None: of any prompt that is longer.
@@ -174,7 +174,7 @@ def only_recent(*, seen: int | None, held: int, recent: int) -> str:
     )
 
 
-def warned_of_recent(plan: Plan, budget: Budget) -> bool:
+def warn_of_recent(plan: Plan, budget: Budget) -> bool:
     """Warn of rows whose budgets leave nothing to the score; return whether there are any.
 
     Such a row holds the newest tokens alone, or of a score that puts first tokens before all, these alone.
@@ -188,7 +188,7 @@ def warned_of_recent(plan: Plan, budget: Budget) -> bool:
     held, seen = int(each[rows[0]]), int(tokens[rows[0]])
     what = f"nothing but the first {held} of {seen} tokens is held, none of the newest"
     if recent:
-        what = only_recent(seen=seen, held=held, recent=recent)
+        what = describe_only_recent(seen=seen, held=held, recent=recent)
     where, cure = "", f"Give more than {recent or first}"
     if len(each) > 1:
         where = f"in {len(rows)} of {len(each)} rows "

@@ -251,7 +251,7 @@ class Engine:
             visible: describes all that came meanwhile as one forward.
         """
         for state in self.states:
-            state.clock.came(visible.new_tokens, state.stored.seen)
+            state.clock.count_arrived(visible.new_tokens, state.stored.seen)
             state.clock.due, state.clock.decoding = self.plan.evicts and visible.new_tokens > 1, False
         if any(state.clock.due for state in self.states):
             for layers in self._cut_together():
@@ -328,8 +328,8 @@ class Engine:
         return bool(self.needs.window or self.needs.rows or self.needs.moments) and self._needs_queries_again
 
     @property
-    def can_be_steady(self) -> bool:
-        """Whether decoded tokens can be the same work until the plan acts: `engine.steady`."""
+    def has_fast_path(self) -> bool:
+        """Whether decoded tokens can be the same work until the plan acts: `engine.fast_path`."""
         gathers = self._needs_queries_again and bool(self.needs.rows or self.needs.moments)
         return self._in_memory and not gathers
 
@@ -404,7 +404,7 @@ class Engine:
     def _evict_and_encode(self, state: LayerState, new: int, visible: Visibility) -> None:
         close = partial(self._close, decoded=new == 1)
         if self.plan.evicts:
-            state.clock.came(new, state.stored.seen)
+            state.clock.count_arrived(new, state.stored.seen)
             state.clock.due, state.clock.decoding = self._is_due(state, new), new == 1
             if layers := self._cut_now(state):
                 with self.late.collecting():

@@ -16,33 +16,33 @@ from torch import Tensor
 from kvtailor.allocate.contract import BudgetRequest
 from kvtailor.engine.apply import (
     HeadCounts,
-    apply_kept,
+    apply_contents,
+    compute_contents,
+    count_first_tokens,
     drop_middle,
-    first_tokens,
     has_unencoded,
     split_oldest,
-    what_stays,
 )
-from kvtailor.engine.budget import Budget, CacheShape, budget_of, no_bytes, recent_tokens, warned_of_recent
+from kvtailor.engine.budget import Budget, CacheShape, make_budget, no_bytes, recent_tokens, warn_of_recent
 from kvtailor.engine.state import LayerState
-from kvtailor.engine.view import by_column, forget_evicted, known_counts, view_held
+from kvtailor.engine.view import by_column, count_if_known, forget_evicted, view_held
 from kvtailor.plan import Plan
 from kvtailor.types import ALL_HEADS, HeadShare, Held, Needs, Visibility
 from kvtailor.types.checked_returns import (
-    checked_budgets,
-    checked_counts,
-    checked_measured,
-    checked_scores,
-    checked_tensor,
-    unranked,
+    check_budgets,
+    check_counts,
+    check_measured,
+    check_scores,
+    check_tensor,
+    ranking_error,
 )
-from kvtailor.types.late_checks import require_none, sent
+from kvtailor.types.late_checks import require_none, send
 
-__all__ = ["Candidate", "Cut", "Decision", "Eviction", "decide", "score_layer"]
+__all__ = ["ScoredLayer", "LayerDecision", "Decision", "Eviction", "decide", "score_layer"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class ScoredLayer:
     """One layer on its way through an eviction.
 
     Attributes:
@@ -70,7 +70,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class LayerDecision:
     """What one layer keeps.
 
     Attributes:
@@ -79,7 +79,7 @@ class Cut:
         counts: (b, H) int64 on the CPU: how many that are, of all heads.
     """
 
-    candidate: Candidate
+    candidate: ScoredLayer
     keep: Tensor | None
     counts: Tensor
 
@@ -94,14 +94,14 @@ class Decision:
         last: the same eviction will not cut these layers again.
     """
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[LayerDecision, ...]
     budgets: Tensor
     last: bool
 
 
 def score_layer(
     state: LayerState, plan: Plan, needs: Needs, visible: Visibility, budget: Budget, *, layers: int, keep_view: bool
-) -> Candidate:
+) -> ScoredLayer:
     """Return the scores of what a layer holds; nothing of the layer changes.
 
     Args:
@@ -123,36 +123,36 @@ def score_layer(
     shown = held.within(scorer.needs)
     if needs.notes:
         b, h, n = held.positions.shape
-        noted = checked_tensor(
+        noted = check_tensor(
             scorer, "notes", scorer.note(shown), (b, h, needs.notes, n), torch.float32, held.keys.device
         )
         shown = replace(shown, noted=noted)
-    scores = checked_scores(scorer, scorer.score(shown), held.positions)
+    scores = check_scores(scorer, scorer.score(shown), held.positions)
     window = recent_tokens(plan, budget.each)
     same = bool((window == scorer.recent).all())
-    recent = held.recent(scorer.recent if same else sent(window, held.positions.device)[:, None, None])
+    recent = held.recent(scorer.recent if same else send(window, held.positions.device)[:, None, None])
     faulty = (~torch.isfinite(scores) & held.valid).any(-1)
-    known = known_counts(held, window)
+    known = count_if_known(held, window)
     if known is None:
         found = torch.stack([held.counts(), recent.sum(-1), faulty.to(torch.int64)])
         # (3, b, H) in one transfer. Processes that share the heads refuse together, or some would wait for the others.
         counts, floor, faults = share.gather(found, 2).cpu()
         if bool(faults.any()):
             finite = torch.tensor(share.all(bool(torch.isfinite(held.keys).all())))
-            raise unranked(plan, state.index, finite)
+            raise ranking_error(plan, state.index, finite)
     else:
         counts, floor = known
         # On the CPU the keys are looked at for the error alone; elsewhere they may be gone by then.
         keys = held.keys if held.keys.device.type == "cpu" else torch.isfinite(held.keys).all()
-        require_none(faulty, partial(unranked, plan, state.index, keys))
+        require_none(faulty, partial(ranking_error, plan, state.index, keys))
     remembered = by_column(scores if shown.noted is None else shown.noted, held) if needs.previous else None
-    return Candidate(
+    return ScoredLayer(
         layer=state.index,
         scores=scores.masked_fill(recent, float("inf")).masked_fill(~held.valid, float("-inf")),
         counts=counts,
         floor=floor,
         sure=known is not None,
-        measured=checked_measured(
+        measured=check_measured(
             plan.allocate, plan.allocate.measure(held.within(plan.allocate.needs)), len(held.first)
         ),
         remembered=remembered,
@@ -162,7 +162,7 @@ def score_layer(
 
 def decide(
     plan: Plan,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[ScoredLayer],
     budget: Budget,
     *,
     layers: int,
@@ -198,7 +198,7 @@ def decide(
             floor=floor,
             layers=tuple(each.layer for each in candidates),
             num_layers=layers,
-            scores=_together(candidates, share) if allocate.needs_scores else None,
+            scores=_gather_scores(candidates, share) if allocate.needs_scores else None,
             measured=measured if len(measured) == len(candidates) else None,
             calibration=calibration,
         )
@@ -206,7 +206,7 @@ def decide(
     # The share of a layer alone is not known here; heads that get the same leave less than a token for each.
     alike = capacity.shape[2] - 1 if allocate.even_heads else 0
     spare = alike if len(candidates) == layers else int(budget.total.max())
-    budgets = share.of_first(checked_budgets(allocate, found, budget.total, floor, capacity, settled=last, spare=spare))
+    budgets = share.of_first(check_budgets(allocate, found, budget.total, floor, capacity, settled=last, spare=spare))
     cuts = []
     for i, each in enumerate(candidates):
         keep, counts = None, each.counts
@@ -214,7 +214,7 @@ def decide(
         decides = not plan.select.exact and not each.cut_before
         if decides or bool((budgets[:, i] < capacity[:, i]).any()):
             keep, counts = _selected(plan, each.scores, budgets[:, i], share)
-        cuts.append(Cut(candidate=each, keep=keep, counts=counts))
+        cuts.append(LayerDecision(candidate=each, keep=keep, counts=counts))
     return Decision(cuts=tuple(cuts), budgets=budgets, last=last)
 
 
@@ -231,7 +231,7 @@ class Eviction:
 
     Attributes:
         calibration: the tensors of the allocator's calibration file, over all layers; None where it has none.
-        first: see `first_tokens`.
+        first: see `count_first_tokens`.
     """
 
     def __init__(
@@ -243,9 +243,9 @@ class Eviction:
     ):
         self.plan, self.states, self.other_bytes, self.sizes = plan, states, other_bytes, tuple(sizes)
         self.calibration: Mapping[str, Tensor] | None = None
-        self._arrived: list[Candidate] = []
+        self._waiting: list[ScoredLayer] = []
         self._counted: tuple[Visibility, int, Tensor] | None = None
-        self._warned, self.first = False, first_tokens(plan)
+        self._warned, self.first = False, count_first_tokens(plan)
 
     def run(
         self, states: Sequence[LayerState], visible: Visibility, close: Callable[[LayerState, Visibility], None]
@@ -261,11 +261,11 @@ class Eviction:
         plan, needs, layers = self.plan, self.plan.needs, len(self.states)
         share = states[-1].model.share
         budget = self._budget(states[-1], visible)
-        self._warned = self._warned or warned_of_recent(plan, budget)
+        self._warned = self._warned or warn_of_recent(plan, budget)
         if self.first is not None and drop_middle(states[0], plan, self.first, visible, budget, layers):
             return self._settle(states[0], visible, close)
         progressive = plan.scope == "progressive"
-        arrived = self._arrived if progressive and len(states) > 1 else []
+        arrived = self._waiting if progressive and len(states) > 1 else []
         last = not progressive or states[-1] is self.states[-1]
         alone = last and len(states) == 1
         candidates = [*arrived]
@@ -275,23 +275,23 @@ class Eviction:
         # Scores and kept sets of a layer are dropped as soon as it is cut.
         cuts = list(decision.cuts)
         del candidates, arrived, decision
-        self._arrived = []
+        self._waiting = []
         while cuts:
             cut = self._apply(cuts.pop(0), last, visible, budget, close)
             if not last:
-                self._arrived.append(cut)
+                self._waiting.append(cut)
         if states[-1] is self.states[-1]:
             self._counted = None
 
     def forget(self) -> None:
         """Forget layers that were cut and wait for those that follow, and what was counted for them."""
-        self._arrived, self._counted = [], None
+        self._waiting, self._counted = [], None
 
     def _budget(self, newest: LayerState, visible: Visibility) -> Budget:
         # The tail of a layer that was cut in this eviction may be empty; the newest one has its new tokens.
         rows, element = newest.rows, newest.sizes()[2]
         shape = CacheShape.of(newest.sizes(), heads=newest.model.share.total(newest.heads), rows=rows)
-        return budget_of(
+        return make_budget(
             self.plan,
             self._row_tokens(newest, visible),
             layers=len(self.states),
@@ -311,12 +311,12 @@ class Eviction:
 
     def _apply(
         self,
-        cut: Cut,
+        cut: LayerDecision,
         last: bool,
         visible: Visibility,
         budget: Budget,
         close: Callable[[LayerState, Visibility], None],
-    ) -> Candidate:
+    ) -> ScoredLayer:
         """Put what was decided of one layer in place, and return the layer as the next cut finds it."""
         state, found, keep = self.states[cut.candidate.layer], cut.candidate, cut.keep
         if found.remembered is not None:
@@ -335,10 +335,10 @@ class Eviction:
                 self.plan.score.newest_kept(int(own.min())) if self.plan.score and self.plan.select.takes_best else 0
             )
             counts = HeadCounts(before=before, kept=own, newest=newest, sure=sure)
-            kept = what_stays(
+            kept = compute_contents(
                 state, self.plan, (held, slots), keep, most=most, recent=recent, encoding=last, counts=counts
             )
-            apply_kept(state, self.plan, kept, first=held.first, encoding=last)
+            apply_contents(state, self.plan, kept, first=held.first, encoding=last)
             split_oldest(state, self.plan)
             state.clock.reindex = True
             found = _as_cut(found, keep, cut.counts, longest=most)
@@ -356,7 +356,7 @@ class Eviction:
             close(state, visible)
 
 
-def _together(candidates: Sequence[Candidate], share: HeadShare) -> list[Tensor]:
+def _gather_scores(candidates: Sequence[ScoredLayer], share: HeadShare) -> list[Tensor]:
     """The scores of all heads of the layers; where layers lie on several devices, on that of the first."""
     device = candidates[0].scores.device
     return [share.gather_padded(each.scores, 1, float("-inf")).to(device) for each in candidates]
@@ -383,15 +383,15 @@ def _selected(plan: Plan, scores: Tensor, budgets: Tensor, share: HeadShare) -> 
         budgets = share.own(budgets, 1)
     # On the CPU, so that a selector need not wait for the most that a head keeps.
     found = select.select(scores, budgets)
-    keep = checked_tensor(select, "a kept set", found, tuple(scores.shape), torch.bool, scores.device)
-    counts = checked_counts(select, keep, scores, budgets, exact=select.exact)
+    keep = check_tensor(select, "a kept set", found, tuple(scores.shape), torch.bool, scores.device)
+    counts = check_counts(select, keep, scores, budgets, exact=select.exact)
     if together:
         return share.own(keep, 1)[..., :slots], counts
     # An exact selector keeps what the budgets say, in the other processes too.
     return keep, every if select.exact else share.gather(counts, 1)
 
 
-def _as_cut(one: Candidate, keep: Tensor, counts: Tensor, *, longest: int) -> Candidate:
+def _as_cut(one: ScoredLayer, keep: Tensor, counts: Tensor, *, longest: int) -> ScoredLayer:
     """Return what a layer is for the next cut: its kept tokens in time order, and the scores that they had.
 
     Args:

@@ -28,7 +28,7 @@ from kvtailor.ops.segments.weighted import log_weight_of
 from kvtailor.plan import registry
 from kvtailor.types import PlainSegment, Segment, Softmax, Visibility
 from kvtailor.types.checked_returns import check_attended
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 from kvtailor.types.latent_attention import LatentAttention
 
 __all__ = ["ReconstructionPass", "read_latents"]
@@ -141,7 +141,7 @@ class ReconstructionPass:
         for row, columns in enumerate(self.columns):
             if columns.numel():
                 mine = seen.unflatten(0, (state.rows, state.heads))[row]
-                place = sent(columns, query.device)
+                place = send(columns, query.device)
                 weights = self._weights(row, state, values.unflatten(0, (state.rows, state.heads))[row, :, place])
                 best = self._looked_at(row, mine, asked[row], visible, scaling, state.model.softmax, weights)
                 # Several modules may read one layer, each with queries of its own.
@@ -191,7 +191,7 @@ class ReconstructionPass:
         """
         heads, new, device = keys.shape[0], query.shape[1], keys.device
         piece, sinks = self.columns[row], self.sinks[row]
-        before = sent(torch.cat([sinks[sinks < piece[0]], piece]), device)
+        before = send(torch.cat([sinks[sinks < piece[0]], piece]), device)
         own = torch.arange(keys.shape[1] - new, keys.shape[1], device=device)
         shared = keys[:, torch.cat([before, own])].float().transpose(1, 2)
         grouped, real = query.unflatten(0, (heads, -1)), self.real[row].to(device)

@@ -169,7 +169,7 @@ def crop(engine: Engine, state: LayerState, count: int) -> None:
         state.end_draft()
         engine.commit(state, rejected=count)
         return
-    state.go_back(draft.before)
+    state.restore(draft.before)
     state.end_draft()
     if count < draft.tokens:
         _read_draft(engine, state, draft.piece(0, draft.tokens - count))

@@ -1,8 +1,8 @@
 """One compressed layer: what it holds, what was observed of it, when the plan acts on it, what the model gave it.
 
 `Stored`, `Observed`, `Clock` and `ModelPart` are the parts of its state; each gives its fields and tensors for a saved
-cache. `Pending` and `Draft` are tokens of recorded forwards that a crop may yet take back. `encoded` and `joined` are
-for layers whose tokens are encoded together. `LayerState` has all of it.
+cache. `Pending` and `Draft` are tokens of recorded forwards that a crop may yet take back. `encode_parts` and
+`join_parts` are for layers whose tokens are encoded together. `LayerState` has all of it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvtailor.types import (
     Softmax,
     Visibility,
 )
-from kvtailor.types.checked_returns import checked_segment, refuse
+from kvtailor.types.checked_returns import check_segment, contract_error
 from kvtailor.types.evidence import Evidence
 from kvtailor.types.latent_attention import LatentAttention
 
@@ -56,8 +56,8 @@ __all__ = [
     "Reading",
     "Stored",
     "check_rows_and_heads",
-    "encoded",
-    "joined",
+    "encode_parts",
+    "join_parts",
     "whole_number",
 ]
 
@@ -216,7 +216,7 @@ class Clock:
     reindex: bool = False
     prompt: int = 0
 
-    def came(self, new: int, seen: int) -> None:
+    def count_arrived(self, new: int, seen: int) -> None:
         """Take note of `new` tokens of a prompt or a turn, or of a decoded one, after which so many are seen."""
         if new > 1 and seen - new <= self.prompt:
             self.prompt = seen
@@ -389,7 +389,7 @@ class Draft:
         )
 
 
-def encoded(
+def encode_parts(
     parts: Sequence[PlainSegment], codec: Codec, first: Tensor | None, *, newest: int | None = None, seen: int = 0
 ) -> Sequence[Segment]:
     """Return the segments of a group of layers, see `Codec.layer_groups`.
@@ -413,30 +413,32 @@ def encoded(
     else:
         found = codec.encode_group(parts[-1].layout, [(part.keys, part.values) for part in parts], first)
     if len(found) != len(parts):
-        raise refuse(codec, f"returned {len(found)} segments for {len(parts)} layers")
+        raise contract_error(codec, f"returned {len(found)} segments for {len(parts)} layers")
     for part, segment in zip(parts, found, strict=True):
-        checked_segment(codec, segment, codec.segment_type(), part.layout)
+        check_segment(codec, segment, codec.segment_type(), part.layout)
     return found
 
 
-def joined(held: Sequence[Sequence[Segment]], codec: Codec, first: Tensor | None = None) -> list[list[Segment]]:
+def join_parts(held: Sequence[Sequence[Segment]], codec: Codec, first: Tensor | None = None) -> list[list[Segment]]:
     """Return the segments of a group of layers that share again, once the same has been done to each of them.
 
     What waited for the whole group is encoded.
 
     Args:
         held: the segments of each layer.
-        codec, first: see `encoded`.
+        codec, first: see `encode_parts`.
 
     Raises:
-        CacheMisuse, MethodError: see `encoded`.
+        CacheMisuse, MethodError: see `encode_parts`.
     """
     found: list[list[Segment]] = [[] for _ in held]
     for parts in zip(*held, strict=True):
         waiting = [part for part in parts if isinstance(part, PlainSegment)]
         if not waiting:
             _check(parts)
-        for own, segment in zip(found, encoded(waiting, codec, first) if waiting else codec.joined(parts), strict=True):
+        for own, segment in zip(
+            found, encode_parts(waiting, codec, first) if waiting else codec.joined(parts), strict=True
+        ):
             own.append(segment)
     return found
 
@@ -472,7 +474,7 @@ class LayerState:
         model: what belongs to the model.
         pending: recorded forwards that wait for a crop.
         draft: all tokens of the recorded forward that waits, where they are decoded ones.
-        unsteady: segments that `engine.steady` cannot read as they are stored, so that it need not look again.
+        without_fast_path: segments that `engine.fast_path` cannot read as they are stored; it need not look again.
         layer_group: the layers whose tokens are encoded at once, this one among them; none where it is alone.
     """
 
@@ -488,7 +490,7 @@ class LayerState:
         self.stored, self.observed, self.clock = Stored(), Observed(), Clock()
         self.pending: Pending | None = None
         self.draft: Draft | None = None
-        self.unsteady: list[weakref.ref[Segment]] = []
+        self.without_fast_path: list[weakref.ref[Segment]] = []
 
     @property
     def rows(self) -> int:
@@ -612,7 +614,7 @@ class LayerState:
         return total
 
     def checkpoint(self) -> Checkpoint:
-        """Return what `go_back` needs to make this layer again what it is now, until `end_draft`; copy no tensor."""
+        """Return what `restore` needs to make this layer again what it is now, until `end_draft`; copy no tensor."""
         if self.offload is not None:
             self.offload.keep(self.index, self.stored.segments)
         return Checkpoint(
@@ -622,7 +624,7 @@ class LayerState:
             pending=self.pending,
         )
 
-    def go_back(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: Checkpoint) -> None:
         """Restore what the layer was. The checkpoint may be used once, since the layer goes on with its parts."""
         self.stored, self.observed, self.clock = checkpoint.stored, checkpoint.observed, checkpoint.clock
         self.pending = checkpoint.pending
@@ -700,7 +702,7 @@ class LayerState:
         if layers and not self.completes:
             return
         if layers and self._codec is not None:
-            shared = joined([state.stored.segments for state in layers], self._codec)
+            shared = join_parts([state.stored.segments for state in layers], self._codec)
             for state, own in zip(layers, shared, strict=True):
                 state.stored.segments = own
         self.put_away()

@@ -13,9 +13,9 @@ from kvtailor.ops.lanes.ragged import places_of_slots, slots_of_part
 from kvtailor.ops.segments.latent_keys import joined, parted
 from kvtailor.ops.segments.weighted import log_weight_of
 from kvtailor.types import Held, Needs, Segment, Visibility
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
-__all__ = ["by_column", "forget_evicted", "known_counts", "stored_sides", "view_held"]
+__all__ = ["by_column", "forget_evicted", "count_if_known", "stored_sides", "view_held"]
 
 
 def view_held(
@@ -37,7 +37,7 @@ def view_held(
     before = torch.zeros(b * h, dtype=torch.int64)
     slots = []
     for part in parts:
-        slots.append(slots_of_part(part.layout, sent(before, device)))
+        slots.append(slots_of_part(part.layout, send(before, device)))
         before = before + part.layout.counts().flatten()
     longest = int(before.max())
     tail, known = state.stored.tail, visible.real is None
@@ -121,7 +121,7 @@ def forget_evicted(state: LayerState, held: Held, keep: Tensor, longest: int) ->
     observed.scored, observed.scored_columns = scored[..., :longest].clone(), columns[..., :longest].clone()
 
 
-def known_counts(held: Held, window: Tensor) -> tuple[Tensor, Tensor] | None:
+def count_if_known(held: Held, window: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return how many tokens heads hold and must keep, as far as the host knows without a look at the device.
 
     Args:

@@ -172,9 +172,9 @@ def attention(
         layer.refuse_forward()
         raise
     factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    steady = layer.attend_steadily(query, attention_mask, factor)
-    if steady is not None:
-        return steady, None
+    fast_path = layer.attend_on_fast_path(query, attention_mask, factor)
+    if fast_path is not None:
+        return fast_path, None
     # Autocast would take single products inside scorers and codecs to another dtype than what stands around them.
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         output = layer.attend(query.to(layer.model_dtype), attention_mask, factor, module).to(query.dtype)

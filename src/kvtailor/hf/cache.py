@@ -32,7 +32,7 @@ from kvtailor.hf.layers.states import StateLayer, StatesMixin
 from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.rope_border import check_border, crossing, feed_all
-from kvtailor.hf.model.tensor_parallel import RankHeads, of_all
+from kvtailor.hf.model.tensor_parallel import RankHeads, gather_objects
 from kvtailor.hf.saving import save
 from kvtailor.hf.switch import Lease
 from kvtailor.hf.versions import CACHE_ARGUMENT
@@ -174,7 +174,7 @@ class KvCache(Cache):
         Where the kv heads lie on several processes, all of them call it, or those that do wait for the others.
         """
         own = self.ledger()
-        return Ledger.joined(of_all(self.share, own)) if isinstance(self.share, RankHeads) else own
+        return Ledger.joined(gather_objects(self.share, own)) if isinstance(self.share, RankHeads) else own
 
     def ledger(self) -> Ledger:
         """Return what this cache costs now, read from its storages.

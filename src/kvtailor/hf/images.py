@@ -163,7 +163,7 @@ class RopeDeltas:
         """Take note that the forward for which positions were computed was refused."""
         self._asked = False
 
-    def become(self, other: RopeDeltas) -> None:
+    def copy_from(self, other: RopeDeltas) -> None:
         """Know what another cache of the same model knows, which has read the same text."""
         self.values, self._by_hand = other.values, other._by_hand
 

@@ -21,10 +21,10 @@ from kvtailor.hf.graphs.obstacles import check_processes
 from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.hf.layers.states import StatesMixin
 from kvtailor.hf.layers.window import WindowLayer
-from kvtailor.hf.make_cache import cache_for, layer_devices
+from kvtailor.hf.make_cache import cache_for, find_layer_devices
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.geometry import Geometry
-from kvtailor.hf.model.tensor_parallel import RankHeads, agreed, of_all, share_of
+from kvtailor.hf.model.tensor_parallel import RankHeads, fail_together, gather_objects, share_of
 from kvtailor.hf.saved_model import differences, said_of_geometry, said_of_model
 from kvtailor.hf.saved_ranks import Shard, StandIn, shards_of
 from kvtailor.ops.segments.coded import under
@@ -64,7 +64,7 @@ def load_cache(model: Any, path: str | os.PathLike[str], *, graphs: bool = False
     share = share_of(model, Geometry.of(model.config))
     if graphs:
         check_processes(share)
-    with agreed(share, CacheFileError):
+    with fail_together(share, CacheFileError):
         files = [_read(shard) for shard in _needed(shards_of(Path(path)), share, model)]
         _check_same(name, files)
     if isinstance(share, RankHeads):
@@ -83,7 +83,7 @@ def load_cache(model: Any, path: str | os.PathLike[str], *, graphs: bool = False
     if graphs:
         # Made anew, so that steps that cannot be recorded are refused in those words: nothing is wrong with the file.
         cache = cache_for(model, about["plan"], graphs=True, cache_dtype=cache.guard.stored_dtype or model.dtype)
-    with agreed(share, CacheFileError):
+    with fail_together(share, CacheFileError):
         try:
             if len(files) == 1 and files[0].shard.ranks == share.ranks:
                 _fill(cache, about["layers"], files[0].tensors, model)
@@ -158,7 +158,7 @@ def _check_alike(name: str, file: _Part, share: RankHeads) -> None:
     """Raise on all processes where they have read different savings, as a folder of each machine's own would have."""
     what = (file.shard.saving, file.shard.ranks, file.about["plan_hash"], file.about["conversation"])
     seen = sorted({each.get("seen", 0) for each in file.about["layers"]})
-    told = of_all(share, (*what, seen))
+    told = gather_objects(share, (*what, seen))
     other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
     if other is not None:
         raise CacheFileError(
@@ -269,7 +269,7 @@ def _fill(cache: KvCache, layers: list[Any], saved: Mapping[str, Tensor], model:
     Raises:
         Any of `_MALFORMED`: they do not fit together.
     """
-    places = layer_devices(model, cache.geometry)
+    places = find_layer_devices(model, cache.geometry)
     moved: dict[tuple[int, torch.device], Tensor] = {}
     tensors = {}
     for name, tensor in saved.items():

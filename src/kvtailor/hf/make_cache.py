@@ -39,7 +39,7 @@ from kvtailor.plan.registry import name_of
 from kvtailor.types import HeadShare, Needs, Rotation
 from kvtailor.types.late_checks import LateChecks
 
-__all__ = ["cache_for", "checked", "gathering_cache", "layer_devices"]
+__all__ = ["cache_for", "check_fit", "make_gathering_cache", "find_layer_devices"]
 
 
 # Models in float64 that were told of it.
@@ -83,7 +83,7 @@ def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False, cache_dtype
     register()
     config = model.config.get_text_config(decoder=True)
     geometry = replace(Geometry.of(model.config), multiplies=attending.multiplies)
-    devices, known, share = checked(model, parsed, geometry)
+    devices, known, share = check_fit(model, parsed, geometry)
     check_same_plan(parsed, share)
     if graphs:
         check_processes(share)
@@ -114,7 +114,7 @@ def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False, cache_dtype
     return cache
 
 
-def gathering_cache(model: Any, needs: Needs) -> KvCache:
+def make_gathering_cache(model: Any, needs: Needs) -> KvCache:
     """Return a cache under the null plan that gathers evidence for others, see `hf.run.kept_prompt`.
 
     Args:
@@ -125,7 +125,7 @@ def gathering_cache(model: Any, needs: Needs) -> KvCache:
         UnsupportedModel: see `cache_for`; or its modules do not show the rotary embedding that the needs take.
     """
     cache = cache_for(model, Plan())
-    places = layer_devices(model, cache.geometry)
+    places = find_layer_devices(model, cache.geometry)
     devices = [places[layer] for layer in cache.geometry.compressed]
     _equip(cache, model, devices, replace(needs.of_prompt, rotation=needs.moments))
     cache.engine.gather(needs.of_prompt)
@@ -143,7 +143,7 @@ def _warn_of_double(model: Any) -> None:
         )
 
 
-def checked(model: Any, plan: Plan, geometry: Geometry) -> tuple[list[torch.device], dict[int, Any], HeadShare]:
+def check_fit(model: Any, plan: Plan, geometry: Geometry) -> tuple[list[torch.device], dict[int, Any], HeadShare]:
     """Refuse a plan that a model cannot have, before anything is made of it.
 
     Args:
@@ -159,7 +159,7 @@ def checked(model: Any, plan: Plan, geometry: Geometry) -> tuple[list[torch.devi
         PlanError: with all that speaks against the plan.
         UnsupportedModel: the model's heads lie on processes in a way that the plan does not serve.
     """
-    places = layer_devices(model, geometry)
+    places = find_layer_devices(model, geometry)
     devices = [places[layer] for layer in geometry.compressed]
     refusals = [plan.store.refusal(device) for device in dict.fromkeys(devices)]
     faults = [refusal for refusal in refusals if refusal is not None] + _groups_apart(plan, devices)
@@ -232,7 +232,7 @@ def _with_states(geometry: Geometry) -> list[int]:
     return [layer for layer in geometry.compressed if geometry.shapes[layer].states]
 
 
-def layer_devices(model: Any, geometry: Geometry) -> list[torch.device]:
+def find_layer_devices(model: Any, geometry: Geometry) -> list[torch.device]:
     """Return the device of each layer of a model."""
     modules = modules_by_layer(model)
     if any(layer not in modules for layer in geometry.compressed):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtailor.errors import CacheFileError, FileError
-from kvtailor.hf.model.tensor_parallel import RankHeads, agreed, told_by_first
+from kvtailor.hf.model.tensor_parallel import RankHeads, broadcast_from_first, fail_together
 from kvtailor.ops.files import read_text, seal_json, unseal_json, write_whole
 
 __all__ = ["Shard", "StandIn", "save_ranks", "shards_of"]
@@ -83,17 +83,17 @@ def save_ranks(path: Path, share: RankHeads, write: Callable[[Path, dict[str, ob
     Raises:
         CacheFileError: a process cannot write, or does not see the same folder; what was there is as it was.
     """
-    with agreed(share, CacheFileError):
+    with fail_together(share, CacheFileError):
         if share.process == 0:
             _prepare(path)
-    name = told_by_first(share, secrets.token_hex(8))
+    name = broadcast_from_first(share, secrets.token_hex(8))
     files = [f"rank-{rank}-of-{share.ranks}-{name}.safetensors" for rank in range(share.ranks)]
     mine = path / files[share.rank]
     try:
-        with agreed(share, CacheFileError):
+        with fail_together(share, CacheFileError):
             own = Shard(path=mine, rank=share.rank, ranks=share.ranks, saving=name)
             write(mine, own.mark or {})
-        with agreed(share, CacheFileError):
+        with fail_together(share, CacheFileError):
             if share.process == 0:
                 missing = [each for each in files if not (path / each).is_file()]
                 if missing:

@@ -22,7 +22,7 @@ from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.hf.layers.states import StatesMixin
 from kvtailor.hf.layers.window import WindowLayer
-from kvtailor.hf.model.tensor_parallel import RankHeads, agreed
+from kvtailor.hf.model.tensor_parallel import RankHeads, fail_together
 from kvtailor.hf.saved_model import said_of_geometry, said_of_model
 from kvtailor.hf.saved_ranks import save_ranks
 from kvtailor.store.cache_file import write_cache_file
@@ -101,7 +101,7 @@ def save(
         )
     else:
         # Every process has all heads.
-        with agreed(share, CacheFileError):
+        with fail_together(share, CacheFileError):
             if share.process == 0:
                 write_cache_file(Path(path), once, about)
 

@@ -44,7 +44,7 @@ from kvtailor.ops.attention.references import Matched, matched
 from kvtailor.ops.lanes.kept import kept_first, kept_states, places_of
 from kvtailor.ops.least_squares import bounded_factors, product, ridge_change
 from kvtailor.types import Held, Needs, Repetition
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["Matching"]
 
@@ -180,7 +180,7 @@ class Matching(Merger):
         values = torch.stack([_wide(each.values, widest, 0) for each in lanes])
         whole, summed = torch.stack([each.whole for each in lanes]), torch.stack([each.summed for each in lanes])
         rest, others = torch.stack([each.rest for each in lanes]), torch.stack([each.others for each in lanes])
-        count = sent(torch.tensor([each.shares.shape[1] for each in lanes]), shares.device)
+        count = send(torch.tensor([each.shares.shape[1] for each in lanes]), shares.device)
         before, factors = values.double(), torch.ones(values.shape[:2], dtype=torch.float64, device=values.device)
         left = product(shares, factors[..., None])
         aim = others + summed, rest + whole

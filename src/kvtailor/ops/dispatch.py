@@ -24,7 +24,7 @@ from kvtailor.errors import ArgumentError
 from kvtailor.ops.attention import folded, folded_codes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu import choose, coordinates, merge, pages, quantise
-from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
+from kvtailor.ops.cpu.attention import attend_and_keep, attend_coded
 from kvtailor.ops.cpu.library import Library, library
 from kvtailor.ops.cpu.sides import unsuited
 from kvtailor.ops.cpu.turned import unsuited as unsuited_turned
@@ -135,7 +135,7 @@ def coded_attention(
     Args:
         query: (n, g, t, d) new tokens; the devices and dtypes of all count.
         keys, values: the two sides of a part.
-        mass: whether the attention that each slot receives is needed: an `attend_keeping` gives it, which Triton has
+        mass: whether the attention that each slot receives is needed: an `attend_and_keep` gives it, which Triton has
             for plain keys alone, and otherwise an `attend_coded`.
         turned: how the keys are to be turned, which C++ kernels alone do; None: they are not.
         offset: whether the keys lack a constant, whose products C++ kernels alone add.
@@ -147,7 +147,7 @@ def coded_attention(
     if turned is not None:
         if _built_for(query) is None or unsuited(keys, values) is not None or unsuited_turned(keys) is not None:
             return None
-        return attend_keeping if mass else attend_coded
+        return attend_and_keep if mass else attend_coded
     if all(on_triton(query.device, _reading(side)) for side in (keys, values)):
         from kvtailor.ops.triton import attend as on_gpu
 
@@ -157,7 +157,7 @@ def coded_attention(
             return on_gpu.attend_coded
         from kvtailor.ops.triton import keeping
 
-        return keeping.attend_keeping if isinstance(keys, Whole) else None
+        return keeping.attend_and_keep if isinstance(keys, Whole) else None
     if query.device.type != "cpu":
         return None
     built = library()
@@ -165,7 +165,7 @@ def coded_attention(
         return None if mass or folded_codes.unsuited(keys, values) is not None else folded_codes.attend_coded
     if unsuited(keys, values) is not None:
         return None
-    return attend_keeping if mass else attend_coded
+    return attend_and_keep if mass else attend_coded
 
 
 def _reading(side: Coded) -> str:

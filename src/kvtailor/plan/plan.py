@@ -33,7 +33,7 @@ from kvtailor.plan.arguments import given_of, identity_of, with_nested, word_of
 from kvtailor.plan.check import SETTINGS, all_faults, wrong_kinds
 from kvtailor.plan.engines import EngineSetting, LayerLosses, nearest_settings, setting_of
 from kvtailor.plan.grammar import Word, toml_value, write_bytes, write_value
-from kvtailor.plan.read import Asked, line_parts, toml_parts
+from kvtailor.plan.read import ParsedPlan, line_parts, toml_parts
 from kvtailor.presets import FULL
 from kvtailor.score.contract import Scorer
 from kvtailor.select.contract import Selector
@@ -340,7 +340,7 @@ def parse(text: str) -> Plan:
     return _made(text, line_parts(text))
 
 
-def _made(text: str, asked: Asked) -> Plan:
+def _made(text: str, asked: ParsedPlan) -> Plan:
     if asked.faults:
         raise PlanError(text, asked.faults)
     return Plan(**asked.parts, **asked.settings)

@@ -14,14 +14,14 @@ from kvtailor.plan.arguments import Broken, load
 from kvtailor.plan.check import BUDGETS, SETTINGS, all_faults
 from kvtailor.plan.grammar import MOST_DEEP, Value, Word, as_word, bytes_of, read_line, too_much
 
-__all__ = ["Asked", "line_parts", "toml_parts"]
+__all__ = ["ParsedPlan", "line_parts", "toml_parts"]
 
 _LARGEST = 10**40
 _MOST_KEYS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ParsedPlan:
     """What a text names.
 
     Attributes:
@@ -35,7 +35,7 @@ class Asked:
     faults: Sequence[str]
 
 
-def line_parts(text: str) -> Asked:
+def line_parts(text: str) -> ParsedPlan:
     """Return what the one-line form names."""
     chosen = _Chosen()
     line = read_line(text, chosen.faults)
@@ -53,7 +53,7 @@ def line_parts(text: str) -> Asked:
     return chosen.asked(line.settings)
 
 
-def toml_parts(text: str) -> Asked:
+def toml_parts(text: str) -> ParsedPlan:
     """Return what the TOML form names."""
     chosen = _Chosen()
     try:
@@ -64,9 +64,9 @@ def toml_parts(text: str) -> Asked:
     except (ValueError, RecursionError) as error:
         why = "it goes too deep" if isinstance(error, RecursionError) else str(error)
         why = "it holds a number of thousands of digits" if "integer string conversion" in why else why
-        return Asked(parts={}, settings={}, faults=[f"this is not TOML: {why}"])
+        return ParsedPlan(parts={}, settings={}, faults=[f"this is not TOML: {why}"])
     if why := _unfit(table):
-        return Asked(parts={}, settings={}, faults=[why])
+        return ParsedPlan(parts={}, settings={}, faults=[why])
     named = table.pop("preset", [])
     for name in named if isinstance(named, list) else [named]:
         if isinstance(name, str) and (preset := registry.preset_of(name)) is not None:
@@ -116,7 +116,7 @@ class _Chosen:
         for key, value in {**words, **settings}.items():
             self._inherited.setdefault(key, {})[preset.name] = value
 
-    def asked(self, settings: Mapping[str, Any]) -> Asked:
+    def asked(self, settings: Mapping[str, Any]) -> ParsedPlan:
         """All of it together: what is written goes before what a preset brings."""
         given = {key: value for key, value in settings.items() if key in SETTINGS}
         for key, by_preset in self._inherited.items():
@@ -146,7 +146,7 @@ class _Chosen:
             own = getattr(parts["score"], "slack", None)
             if own is not None and own > given["slack"]:
                 del given["slack"]
-        return Asked(parts=parts, settings=given, faults=self.faults + all_faults(parts, given))
+        return ParsedPlan(parts=parts, settings=given, faults=self.faults + all_faults(parts, given))
 
     def _part(self, stage: str) -> object:
         if stage in self._written:

@@ -32,8 +32,8 @@ from torch import Tensor
 from kvtailor.ops.lanes.topk import keep_top
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
-from kvtailor.types.checked_returns import checked_scores, checked_tensor
-from kvtailor.types.late_checks import sent
+from kvtailor.types.checked_returns import check_scores, check_tensor
+from kvtailor.types.late_checks import send
 
 __all__ = ["Critical"]
 
@@ -96,14 +96,14 @@ class Critical(Scorer):
                 "critical weighs by the output projection and needs the budget, but the layer came without; observe "
                 "with Needs(output=True)"
             )
-        inner = checked_scores(self.of, self.of.score(held), held.positions)
+        inner = check_scores(self.of, self.of.score(held), held.positions)
         lowest = inner.masked_fill(~held.valid, torch.inf).amin(-1, keepdim=True)
         inner = (inner - lowest.clamp(max=0.0)).masked_fill(~held.valid, 0.0)
         norms = torch.stack([self._norms(held, head) for head in range(held.keys.shape[1])], 1)
 
         lifted = inner.masked_fill(held.recent(self.of.recent), torch.inf).masked_fill(~held.valid, -torch.inf)
         share = (held.budget.double() * self.first).to(torch.int64)[:, None]
-        there = sent(share, inner.device), held.counts()
+        there = send(share, inner.device), held.counts()
         chosen = keep_top(lifted, torch.minimum(*(there if held.front is None else (share, held.front))))
         weighed = (inner + self.epsilon * self._unit(held, inner, chosen)) * norms
         above = weighed.masked_fill(~held.valid, 0.0).amax(-1, keepdim=True) + 1.0
@@ -123,9 +123,7 @@ class Critical(Scorer):
         scale = self.of.attention_scale(held, group=held.output.shape[0] // held.keys.shape[1])
         if scale is not None:
             rows = inner.shape[:1]
-            return checked_tensor(self.of, "attention_scale", scale, rows, torch.float32)[:, None, None].to(
-                inner.device
-            )
+            return check_tensor(self.of, "attention_scale", scale, rows, torch.float32)[:, None, None].to(inner.device)
         whole = inner.masked_fill(chosen, 0.0).sum(-1, keepdim=True)
         # Scores that are all the same leave the choice to the values.
         return torch.where(whole > 0, whole, 1.0)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
-from kvtailor.types.checked_returns import checked_scores
+from kvtailor.types.checked_returns import check_scores
 
 __all__ = ["Switched"]
 
@@ -98,7 +98,7 @@ class Switched(Scorer):
             MethodError: it gives something else than scores.
         """
         now = self._of(held)
-        return checked_scores(now, now.score(held.within(now.needs)), held.positions)
+        return check_scores(now, now.score(held.within(now.needs)), held.positions)
 
     def attention_scale(self, held: Held, *, group: int) -> Tensor | None:
         """That of the score whose turn it is."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvtailor.ops.lanes.topk import keep_top
 from kvtailor.select.contract import Selector
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["Threshold"]
 
@@ -71,7 +71,7 @@ class Threshold(Selector):
             above = (scores - low).masked_fill(~member, 0.0).sum(-1, keepdim=True)
             bar = self.at * (low + above / member.sum(-1, keepdim=True))
         reach = (member & (scores >= bar)) | (scores == torch.inf)
-        return keep_top(scores, torch.minimum(sent(budgets, scores.device), reach.sum(-1).clamp(min=1)))
+        return keep_top(scores, torch.minimum(send(budgets, scores.device), reach.sum(-1).clamp(min=1)))
 
     def flops(self, *, tokens: int) -> int:
         """n additions for a mean; comparisons are free."""

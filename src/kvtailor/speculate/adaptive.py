@@ -1,6 +1,6 @@
 """Adaptive: as many drafted tokens as the measured costs and acceptance make worth while.
 
-The predicted speed is largest for one k between 1 and `most`, see `Measured.gain`. Before costs are known, `first`.
+The predicted speed is largest for one k between 1 and `most`, see `RunCosts.gain`. Before costs are known, `first`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtailor.errors import ArgumentError
-from kvtailor.speculate.contract import Lookahead, Measured
+from kvtailor.speculate.contract import Lookahead, RunCosts
 
 __all__ = ["Adaptive"]
 
@@ -29,7 +29,7 @@ class Adaptive(Lookahead):
         if not 1 <= self.first <= self.most:
             raise ArgumentError(f"gamma must go from 1 up: found first={self.first}, most={self.most}")
 
-    def length(self, measured: Measured) -> int:
+    def length(self, measured: RunCosts) -> int:
         """See `Lookahead.length`."""
         if measured.gain(1) is None:
             return self.first

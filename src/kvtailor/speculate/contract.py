@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["Draft", "Judged", "Lookahead", "Measured", "Proposal", "Reader", "Rule"]
+__all__ = ["Draft", "Acceptance", "Lookahead", "RunCosts", "Proposal", "Reader", "Rule"]
 
 
 class Reader(Protocol):
@@ -57,7 +57,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class Acceptance:
     """What became of a proposal: (b,) int64 how many tokens were accepted, and (b,) the token that follows them."""
 
     accepted: Tensor
@@ -76,7 +76,7 @@ class Rule(ABC):
         """Return a token for each, (...) int64."""
 
     @abstractmethod
-    def judge(self, target: Tensor, proposal: Proposal) -> Judged:
+    def judge(self, target: Tensor, proposal: Proposal) -> Acceptance:
         """Accept a run of drafted tokens from the first on, so that what is emitted is distributed as the target's.
 
         Args:
@@ -102,7 +102,7 @@ class Draft(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class RunCosts:
     """What a run has measured so far; costs in seconds, None where nothing was measured yet.
 
     Attributes:
@@ -138,5 +138,5 @@ class Lookahead(ABC):
     """How many tokens to draft at once. A subclass is a frozen, keyword-only dataclass."""
 
     @abstractmethod
-    def length(self, measured: Measured) -> int:
+    def length(self, measured: RunCosts) -> int:
         """Return how many tokens to draft, at least 1."""

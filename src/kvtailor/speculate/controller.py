@@ -1,7 +1,7 @@
 """The controller: speculates while that pays, and decodes plainly while it does not.
 
 It times plain tokens, drafts and verifications as they come, and predicts the gain of the next round from their medians
-(`Measured.gain`). Below `min_gain` it decodes plainly for some tokens, twice as many each time, and tries again.
+(`RunCosts.gain`). Below `min_gain` it decodes plainly for some tokens, twice as many each time, and tries again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import fmean, median
 
-from kvtailor.speculate.contract import Lookahead, Measured
+from kvtailor.speculate.contract import Lookahead, RunCosts
 
 __all__ = ["Controller"]
 
@@ -40,9 +40,9 @@ class Controller:
         self._trials, self._pause, self._next_pause, self._since_plain = _TRIALS, 0, _PAUSE, 0
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> RunCosts:
         """The medians so far."""
-        return Measured(
+        return RunCosts(
             # The first plain token of a run warms up what all of them need, so the median of two is unreliable.
             plain=median(self._plain) if len(self._plain) >= _TRIALS else None,
             draft=median(self._draft) if self._draft else None,

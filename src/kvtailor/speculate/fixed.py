@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtailor.errors import ArgumentError
-from kvtailor.speculate.contract import Lookahead, Measured
+from kvtailor.speculate.contract import Lookahead, RunCosts
 
 __all__ = ["Fixed"]
 
@@ -20,6 +20,6 @@ class Fixed(Lookahead):
         if self.tokens < 1:
             raise ArgumentError(f"gamma must be at least 1 drafted token, found {self.tokens}")
 
-    def length(self, measured: Measured) -> int:
+    def length(self, measured: RunCosts) -> int:
         """See `Lookahead.length`."""
         return self.tokens

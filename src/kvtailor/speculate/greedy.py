@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtailor.speculate.contract import Judged, Proposal, Rule
+from kvtailor.speculate.contract import Acceptance, Proposal, Rule
 
 __all__ = ["Greedy"]
 
@@ -32,8 +32,8 @@ class Greedy(Rule):
         """See `Rule.pick`."""
         return prediction
 
-    def judge(self, target: Tensor, proposal: Proposal) -> Judged:
+    def judge(self, target: Tensor, proposal: Proposal) -> Acceptance:
         """See `Rule.judge`."""
         right = (target[:, :-1] == proposal.tokens).to(torch.int64)
         accepted = right.cumprod(1).sum(1)
-        return Judged(accepted=accepted, following=target.gather(1, accepted[:, None])[:, 0])
+        return Acceptance(accepted=accepted, following=target.gather(1, accepted[:, None])[:, 0])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import ArgumentError
-from kvtailor.speculate.contract import Judged, Proposal, Rule
+from kvtailor.speculate.contract import Acceptance, Proposal, Rule
 
 __all__ = ["Sampling"]
 
@@ -71,7 +71,7 @@ class Sampling(Rule):
         # A product that is rounded up to the total still stops at the last token that has a probability.
         return ((below <= drawn) & (below < total)).sum(-1)
 
-    def judge(self, target: Tensor, proposal: Proposal) -> Judged:
+    def judge(self, target: Tensor, proposal: Proposal) -> Acceptance:
         """See `Rule.judge`."""
         tokens, draft = proposal.tokens[..., None], proposal.prediction
         p, q = target[:, :-1].gather(-1, tokens)[..., 0], draft.gather(-1, tokens)[..., 0]
@@ -83,4 +83,4 @@ class Sampling(Rule):
         prediction = draft[rows, accepted.clamp(max=draft.shape[1] - 1)]
         lacking = (whole - prediction).clamp(min=0)
         some = lacking.sum(-1, keepdim=True) > 0
-        return Judged(accepted=accepted, following=self.pick(torch.where(rejected & some, lacking, whole)))
+        return Acceptance(accepted=accepted, following=self.pick(torch.where(rejected & some, lacking, whole)))

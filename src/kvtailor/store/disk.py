@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvtailor.store.contract import OffloadStore, Placement
 from kvtailor.store.offload.buffers import Buffers
-from kvtailor.store.offload.bundle import Arrival, Stored, Tier
+from kvtailor.store.offload.bundle import Arrival, StoredBundle, Tier
 from kvtailor.store.offload.folder import Folder, sweep
 from kvtailor.store.offload.residency import Policy
 from kvtailor.store.segment_file import SegmentFile
@@ -36,7 +36,7 @@ from kvtailor.store.tiered import Tiered
 __all__ = ["Disk"]
 
 
-class _File(Stored):
+class _File(StoredBundle):
     def __init__(self, file: SegmentFile):
         self.file, self.packing = file, file.packing
 
@@ -90,7 +90,7 @@ class _Files(Tier):
             self._folder = Folder(self.root)
         return _File(SegmentFile(self._folder, tensors, about, deflate=self.makes_smaller))
 
-    def fetch(self, stored: Sequence[Stored]) -> Arrival:
+    def fetch(self, stored: Sequence[StoredBundle]) -> Arrival:
         self._follow_fork()
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvtailor-disk")

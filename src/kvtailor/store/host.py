@@ -23,14 +23,14 @@ from torch import Tensor
 
 from kvtailor.ops.segments.packed import Packing
 from kvtailor.store.contract import OffloadStore, Placement
-from kvtailor.store.offload.bundle import Arrival, Stored, Tier
+from kvtailor.store.offload.bundle import Arrival, StoredBundle, Tier
 from kvtailor.store.offload.residency import Policy
 from kvtailor.store.tiered import Tiered
 
 __all__ = ["Host"]
 
 
-class _Pinned(Stored):
+class _Pinned(StoredBundle):
     """A bundle in one run of host memory; pinned where it came from a device that copies from such memory by itself."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
@@ -87,7 +87,7 @@ class _Memory(Tier):
     def store(self, tensors: Mapping[str, Tensor], about: object) -> _Pinned:
         return _Pinned(tensors)
 
-    def fetch(self, stored: Sequence[Stored]) -> Arrival:
+    def fetch(self, stored: Sequence[StoredBundle]) -> Arrival:
         pinned = [each for each in stored if isinstance(each, _Pinned)]
         device = pinned[0].device
         if device.type != "cuda":

@@ -14,30 +14,30 @@ from torch import bool as truth
 
 from kvtailor.errors import CacheMisuse, MethodError
 from kvtailor.types import Layout, PlainSegment, Segment
-from kvtailor.types.late_checks import require_none, sent
+from kvtailor.types.late_checks import require_none, send
 
 __all__ = [
     "check_attended",
-    "checked_budgets",
-    "checked_counts",
-    "checked_measured",
-    "checked_scores",
-    "checked_segment",
-    "checked_tensor",
-    "refuse",
-    "unranked",
+    "check_budgets",
+    "check_counts",
+    "check_measured",
+    "check_scores",
+    "check_segment",
+    "check_tensor",
+    "contract_error",
+    "ranking_error",
 ]
 
 _TO_DO = "mend the method, or use another; `tests/contract` says what each kind of method promises"
 
 
-def refuse(method: object, what: str) -> MethodError:
+def contract_error(method: object, what: str) -> MethodError:
     """The error of a method that broke its contract; `what` completes the sentence that begins with its name."""
     kind = type(method)
     return MethodError(f"{kind.__qualname__} (of {kind.__module__}) {what}; {_TO_DO}")
 
 
-def checked_tensor(
+def check_tensor(
     method: object, name: str, found: object, shape: tuple[int | None, ...], kind: dtype, place: device | None = None
 ) -> Tensor:
     """The tensor, if it is what was promised.
@@ -55,23 +55,25 @@ def checked_tensor(
     """
     wanted = tuple("any" if size is None else size for size in shape)
     if not isinstance(found, Tensor):
-        raise refuse(method, f"returned {type(found).__name__} as {name}, where a tensor of shape {wanted} is due")
+        raise contract_error(
+            method, f"returned {type(found).__name__} as {name}, where a tensor of shape {wanted} is due"
+        )
     sizes = found.shape
     if len(sizes) != len(shape) or any(due not in (None, size) for due, size in zip(shape, sizes, strict=True)):
-        raise refuse(method, f"returned {name} of shape {tuple(sizes)}, where {wanted} is due")
+        raise contract_error(method, f"returned {name} of shape {tuple(sizes)}, where {wanted} is due")
     if found.dtype != kind:
-        raise refuse(method, f"returned {name} of {found.dtype}, where {kind} is due")
+        raise contract_error(method, f"returned {name} of {found.dtype}, where {kind} is due")
     if place is not None and found.device != place:
-        raise refuse(method, f"returned {name} on {found.device}, where {place} is due")
+        raise contract_error(method, f"returned {name} on {found.device}, where {place} is due")
     return found
 
 
-def checked_scores(method: object, found: object, like: Tensor) -> Tensor:
+def check_scores(method: object, found: object, like: Tensor) -> Tensor:
     """Scores in the shape and on the device of the held tokens' positions (b, h, n), in float32."""
-    return checked_tensor(method, "scores", found, tuple(like.shape), float32, like.device)
+    return check_tensor(method, "scores", found, tuple(like.shape), float32, like.device)
 
 
-def unranked(plan: object, layer: int, keys: Tensor) -> CacheMisuse:
+def ranking_error(plan: object, layer: int, keys: Tensor) -> CacheMisuse:
     """Return the error of a compressed layer whose tokens have scores that are not finite.
 
     Args:
@@ -87,7 +89,7 @@ def unranked(plan: object, layer: int, keys: Tensor) -> CacheMisuse:
     )
 
 
-def checked_budgets(
+def check_budgets(
     method: object, found: object, total: Tensor, floor: Tensor, capacity: Tensor, *, settled: bool, spare: int
 ) -> Tensor:
     """Budgets (b, l, h) within their bounds, of no more than the total. Less than the total is said, and taken.
@@ -103,14 +105,14 @@ def checked_budgets(
     Raises:
         MethodError: it is something else; the sentence names the method.
     """
-    budgets = checked_tensor(method, "budgets", found, tuple(capacity.shape), int64, capacity.device)
+    budgets = check_tensor(method, "budgets", found, tuple(capacity.shape), int64, capacity.device)
     for name, wrong, bound in (
         ("below the tokens that must stay", budgets < floor, floor),
         ("above the tokens that are there", budgets > capacity, capacity),
     ):
         if bool(wrong.any()):
             at = tuple(wrong.nonzero()[0].tolist())
-            raise refuse(
+            raise contract_error(
                 method, f"gave {int(budgets[at])} tokens to (row, layer, head) {at}, {name}, which are {int(bound[at])}"
             )
     if not settled:
@@ -119,14 +121,16 @@ def checked_budgets(
     for wrong in (sums > due, sums < due - spare):
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
-            said = refuse(method, f"gave row {row} {int(sums[row])} tokens in all, where {int(due[row])} are due")
+            said = contract_error(
+                method, f"gave row {row} {int(sums[row])} tokens in all, where {int(due[row])} are due"
+            )
             if int(sums[row]) > int(due[row]):
                 raise said
             warnings.warn(f"{said}: fewer are held than the plan asks for", stacklevel=3)
     return budgets
 
 
-def checked_counts(method: object, kept: Tensor, scores: Tensor, budgets: Tensor, *, exact: bool) -> Tensor:
+def check_counts(method: object, kept: Tensor, scores: Tensor, budgets: Tensor, *, exact: bool) -> Tensor:
     """(b, h) int64 on the CPU: how many tokens a selector kept, if they are tokens and as many as it was asked for.
 
     Args:
@@ -142,7 +146,7 @@ def checked_counts(method: object, kept: Tensor, scores: Tensor, budgets: Tensor
     # (2, b, h), in one transfer, which the eviction needs anyway where the counts were not promised.
     both = stack([kept.sum(-1), (kept & (scores == -float("inf"))).sum(-1)])
     if exact and kept.device.type != "cpu":
-        wrong = (both[0] != sent(budgets, kept.device)) | (both[1] > 0)
+        wrong = (both[0] != send(budgets, kept.device)) | (both[1] > 0)
         require_none(wrong, lambda: _miscounted(method, both.cpu(), budgets, exact=True))
         return budgets
     on_host = both.cpu()
@@ -155,18 +159,20 @@ def _miscounted(method: object, both: Tensor, budgets: Tensor, *, exact: bool) -
     """The error of a selector that kept, of each row and head, other tokens than it was asked for.
 
     Args:
-        method, budgets, exact: see `checked_counts`.
+        method, budgets, exact: see `check_counts`.
         both: (2, b, h) int64 on the CPU: how many it kept, and how many of these are none.
     """
     counts, absent = both
     if bool(absent.any()):
-        return refuse(method, f"kept {int(absent.sum())} slots that hold no token")
+        return contract_error(method, f"kept {int(absent.sum())} slots that hold no token")
     wrong = counts != budgets if exact else counts > budgets
     at = tuple(wrong.nonzero()[0].tolist())
-    return refuse(method, f"kept {int(counts[at])} tokens in (row, head) {at}, where {int(budgets[at])} are due")
+    return contract_error(
+        method, f"kept {int(counts[at])} tokens in (row, head) {at}, where {int(budgets[at])} are due"
+    )
 
 
-def checked_measured(method: object, found: object, rows: int) -> Tensor | None:
+def check_measured(method: object, found: object, rows: int) -> Tensor | None:
     """What an allocator measured of a layer: None, or a tensor of so many rows.
 
     Raises:
@@ -175,21 +181,21 @@ def checked_measured(method: object, found: object, rows: int) -> Tensor | None:
     if found is None or (isinstance(found, Tensor) and found.shape[:1] == (rows,)):
         return found
     shape = getattr(found, "shape", type(found).__name__)
-    raise refuse(method, f"measured {shape}, where a tensor of {rows} rows is due")
+    raise contract_error(method, f"measured {shape}, where a tensor of {rows} rows is due")
 
 
-def checked_segment(method: object, found: object, kind: type[Segment], layout: Layout) -> Segment:
+def check_segment(method: object, found: object, kind: type[Segment], layout: Layout) -> Segment:
     """A codec's segment, of the class that it named and for the lanes that it was given.
 
     Raises:
         MethodError: it is something else; the sentence names the method.
     """
     if not isinstance(found, kind):
-        raise refuse(method, f"returned a {type(found).__name__} as a segment, where a {kind.__name__} is due")
+        raise contract_error(method, f"returned a {type(found).__name__} as a segment, where a {kind.__name__} is due")
     theirs = (found.layout.rows, found.layout.heads, found.layout.lanes, found.layout.size)
     due = (layout.rows, layout.heads, layout.lanes, layout.size)
     if theirs != due:
-        raise refuse(
+        raise contract_error(
             method, f"returned a segment of (rows, heads, lanes, slots) {theirs}, where {due} is due, as it was given"
         )
     return found
@@ -208,14 +214,16 @@ def check_attended(method: object, found: object, query: Tensor, parts: Sequence
     newest = parts[-1]
     size = newest.values.shape[-1] if isinstance(newest, PlainSegment) else None
     output = getattr(found, "output", None)
-    checked_tensor(method, "an output", output, (*query.shape[:3], size), query.dtype, query.device)
+    check_tensor(method, "an output", output, (*query.shape[:3], size), query.dtype, query.device)
     tokens_read = getattr(found, "tokens_read", None)
     if tokens_read is not None:
-        checked_tensor(method, "tokens read", tokens_read, (newest.layout.rows, newest.layout.heads), int64)
+        check_tensor(method, "tokens read", tokens_read, (newest.layout.rows, newest.layout.heads), int64)
     if not want_mass:
         return
     mass = getattr(found, "mass", None)
     if mass is None or len(mass) != len(parts):
-        raise refuse(method, f"returned mass of {0 if mass is None else len(mass)} parts, where {len(parts)} were read")
+        raise contract_error(
+            method, f"returned mass of {0 if mass is None else len(mass)} parts, where {len(parts)} were read"
+        )
     for part, each in zip(parts, mass, strict=True):
-        checked_tensor(method, "mass", each, (part.layout.lanes, part.layout.size), float32, query.device)
+        check_tensor(method, "mass", each, (part.layout.lanes, part.layout.size), float32, query.device)

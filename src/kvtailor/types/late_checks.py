@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LateChecks", "read_flag", "require_none", "sent"]
+__all__ = ["LateChecks", "read_flag", "require_none", "send"]
 
 
 @dataclass
@@ -130,7 +130,7 @@ def read_flag(flag: Tensor) -> bool:
     return bool(own.failed)
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a small tensor of the CPU on a device, without waiting for that.
 
     From ordinary memory CUDA takes what it copies before the call returns, so the tensor may change afterwards. Metal

@@ -9,7 +9,7 @@ from tests.support.bench.harness_fixtures import folder
 from kvtailor import cache_for
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.data.overlap import Calibrated
-from kvtailor.bench.lm_eval.held import Held
+from kvtailor.bench.lm_eval.held import HeldSummary
 from kvtailor.bench.lm_eval.results import likelihoods_of, metrics_of, scores_of
 from kvtailor.bench.loop import Given, records_of
 from kvtailor.bench.runner import contestants_of, plan_run, run
@@ -158,5 +158,5 @@ def test_held_counts_only_what_is_smaller():
     class Nothing:
         """A cache without a ledger."""
 
-    held = Held()
+    held = HeldSummary()
     assert held.add(Nothing()) is False and held.contexts == 1 and "no cache" in str(held)

@@ -14,7 +14,7 @@ from kvtailor.ops.attention import folded_codes
 from kvtailor.ops.attention.definition import reference
 from kvtailor.ops.attention.folded import merge
 from kvtailor.ops.cpu import attention
-from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
+from kvtailor.ops.cpu.attention import attend_and_keep, attend_coded
 from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded
@@ -61,7 +61,7 @@ def test_every_kind_of_layout(library: Library, dtype: torch.dtype, layout: str)
             torch.rand(owners, new, generator=state),
         )
         counts[0, 0] = 0
-        out, lse, kept = attend_keeping(AttentionInputs(query, keys, values, scaling=0.1), using=library)
+        out, lse, kept = attend_and_keep(AttentionInputs(query, keys, values, scaling=0.1), using=library)
         plain = attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library)
         assert torch.equal(out, plain[0]) and torch.equal(lse, plain[1])
         tolerance = 1e-5 if dtype == torch.float32 or layout == "plain" else 2 * COARSE
@@ -77,7 +77,7 @@ def test_what_is_seen_and_how_much_it_counts(library: Library, layout: str) -> N
     visible, log_weight = torch.rand((4, 3, 700), generator=state) < 0.2, torch.rand((4, 700), generator=state) * 3
     # A block that no query sees, a query that sees nothing, and a lane that no query sees.
     visible[1, :, 256:512] = visible[0, 0] = visible[2] = False
-    _, lse, kept = attend_keeping(
+    _, lse, kept = attend_and_keep(
         AttentionInputs(query, keys, values, scaling=0.1, visible=visible, log_weight=log_weight), using=library
     )
     mass = kept.mass(lse, counts)
@@ -92,7 +92,7 @@ def test_ragged_lanes_give_their_filled_slots_alone(library: Library, layout: st
     owner = torch.repeat_interleave(torch.arange(4), torch.tensor(pages))
     keys, values = (LAYOUTS[layout](states) for states in states_of(4, torch.float32, 9, 64, 32))
     query, counts = torch.randn(4, 3, 2, 32), torch.rand(4, 2)
-    _, lse, kept = attend_keeping(
+    _, lse, kept = attend_and_keep(
         AttentionInputs(query, keys, values, scaling=0.1, owner=owner, lengths=lengths), using=library
     )
     mass = kept.mass(lse, counts)
@@ -115,7 +115,7 @@ def test_parts_share_one_softmax(library: Library) -> None:
     for name, cut in (("channels4", slice(0, 300)), ("plain", slice(300, 500))):
         keys, values = (LAYOUTS[name](side[:, cut]) for side in states)
         parts.append((keys, values))
-    found = [attend_keeping(AttentionInputs(query, *sides, scaling=0.1), using=library) for sides in parts]
+    found = [attend_and_keep(AttentionInputs(query, *sides, scaling=0.1), using=library) for sides in parts]
     _, lse = merge([each[:2] for each in found])
     mass = torch.cat([kept.mass(lse, counts) for _, _, kept in found], 1)
     assert close(mass, truth(query, torch.cat([exact(keys) for keys, _ in parts], 1), counts), 1e-5)
@@ -125,7 +125,7 @@ def test_parts_share_one_softmax(library: Library) -> None:
 def test_threads_change_nothing(library: Library, threads: int) -> None:
     keys, values = (LAYOUTS["vector8"](states) for states in states_of(10, torch.bfloat16, 3, 3000, 64))
     query, counts = torch.randn(3, 4, 1, 64), torch.rand(3, 1)
-    _, lse, kept = attend_keeping(AttentionInputs(query, keys, values, scaling=0.1), using=library)
+    _, lse, kept = attend_and_keep(AttentionInputs(query, keys, values, scaling=0.1), using=library)
     assert close(kept.mass(lse, counts), truth(query, exact(keys), counts), 2 * COARSE)
 
 
@@ -142,14 +142,14 @@ def test_any_shape(library: Library, data: st.DataObject) -> None:
     query = torch.randn((owners, group, new, width_of(keys)), generator=state)
     counts = torch.rand((owners, new), generator=state)
     visible = torch.rand((owners, new, slots), generator=state) < draw(st.sampled_from([0.01, 0.8]))
-    _, lse, kept = attend_keeping(AttentionInputs(query, keys, values, scaling=0.1, visible=visible), using=library)
+    _, lse, kept = attend_and_keep(AttentionInputs(query, keys, values, scaling=0.1, visible=visible), using=library)
     assert close(kept.mass(lse, counts), truth(query, exact(keys), counts, visible), 1e-5)
 
 
 def test_where_none_was_built_none_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     side = LAYOUTS["vector8"](states_of(1, torch.bfloat16, 2, 20, 32)[0])
     query = torch.randn(2, 4, 1, 32)
-    assert dispatch.coded_attention(query, side, side, mass=True) is attend_keeping
+    assert dispatch.coded_attention(query, side, side, mass=True) is attend_and_keep
     with dispatch.using("reference"):
         assert dispatch.coded_attention(query, side, side, mass=True) is None
     monkeypatch.setattr(dispatch, "library", lambda: None)

@@ -12,7 +12,7 @@ from tests.ops.cpu.coded_truth import same, truth
 from kvtailor.ops.attention import folded_codes
 from kvtailor.ops.attention.folded import merge
 from kvtailor.ops.cpu import attention
-from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
+from kvtailor.ops.cpu.attention import attend_and_keep, attend_coded
 from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole
@@ -91,7 +91,9 @@ def test_mass_of_capped_logits_beside_a_sink(library: Library, layout: str) -> N
         tuple(LAYOUTS[layout](states) for states in states_of(seed, torch.float32, 2, slots, 64))
         for seed, slots in ((1, 63), (2, 300))
     ]
-    found = [attend_keeping(AttentionInputs(query, *sides, scaling=0.1, softcap=CAP), using=library) for sides in parts]
+    found = [
+        attend_and_keep(AttentionInputs(query, *sides, scaling=0.1, softcap=CAP), using=library) for sides in parts
+    ]
     out, lse = merge([each[:2] for each in found], sinks)
     keys, values = (torch.cat([exact(sides[i]) for sides in parts], 1).double() for i in range(2))
     logits = torch.einsum("ngtd,nsd->ngts", query.double(), keys) * 0.1

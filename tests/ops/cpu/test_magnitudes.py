@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvtailor.ops.attention.definition import reference
 from kvtailor.ops.cpu import attention
-from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
+from kvtailor.ops.cpu.attention import attend_and_keep, attend_coded
 from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.cpu.sides import unsuited
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
@@ -110,7 +110,7 @@ def test_lanes_of_an_owner(library: Library, layout: str) -> None:
 def test_mass_is_that_of_the_weights_and_not_of_what_they_are_multiplied_with(library: Library, layout: str) -> None:
     keys, key_states, values, _ = pair(layout, torch.float32, 2, 300, 24, 0.1)
     query, counts = torch.randn(2, 3, 2, 24), torch.rand(2, 2)
-    _, lse, kept = attend_keeping(AttentionInputs(query, keys, values, scaling=0.1), using=library)
+    _, lse, kept = attend_and_keep(AttentionInputs(query, keys, values, scaling=0.1), using=library)
     rows = query.double().reshape(1, 6, 2, 24)
     weights = reference(rows, key_states.states[None], key_states.states[None], None, 0.1, None)[2]
     expected = torch.einsum("ngts,nt->ns", weights[0], counts.double())

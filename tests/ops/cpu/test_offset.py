@@ -14,7 +14,7 @@ from torch import Tensor
 from kvtailor.encode.contract import CodecContext
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention.parts import read_all
-from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
+from kvtailor.ops.cpu.attention import attend_and_keep, attend_coded
 from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.sides import StoredSides, stored_sides
@@ -101,7 +101,7 @@ def read(query: Tensor, own: StoredSides, library: Library, **how: Any) -> tuple
     layout = own.layout
     found = attend_coded(
         AttentionInputs(
-            own.asked(query),
+            own.map_query(query),
             own.keys,
             own.values,
             scaling=SCALING,
@@ -112,7 +112,7 @@ def read(query: Tensor, own: StoredSides, library: Library, **how: Any) -> tuple
         ),
         using=library,
     )
-    return own.given(*found, query, SCALING)
+    return own.map_output(*found, query, SCALING)
 
 
 def near(found: tuple[Tensor, ...], expected: tuple[Tensor, Tensor]) -> bool:
@@ -182,7 +182,9 @@ def test_pages_of_heads_and_their_mass(library: Library) -> None:
     expected = truth(query, part, "halves")
     assert near(read(query, own, library), expected)
     how: dict[str, Any] = {"owner": layout.owner, "lengths": layout.lengths, "offset": (own.offsetting, query)}
-    out, lse, kept = attend_keeping(AttentionInputs(query, own.keys, own.values, scaling=SCALING, **how), using=library)
+    out, lse, kept = attend_and_keep(
+        AttentionInputs(query, own.keys, own.values, scaling=SCALING, **how), using=library
+    )
     mass = kept.mass(lse, torch.ones(2 * HEADS, 1))
     assert near((out, lse), expected) and float((mass.sum() - 4 * 2 * HEADS).abs()) < 1e-3
 

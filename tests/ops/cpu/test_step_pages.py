@@ -60,7 +60,7 @@ def test_tokens_read_the_pages_that_quest_reads(
     for buffer, each in zip(buffers, (keys, values), strict=True):
         buffer[:, :3] = each[:, :3]
     quest = Quest(tokens=tokens, least=2)
-    pages = quest.reads_steadily(2, [*parts, tail(3, buffers)]).pages
+    pages = quest.read_on_fast_path(2, [*parts, tail(3, buffers)]).pages
     assert pages is not None and TokenStep.unsuited([*parts, tail(3, buffers)], mass=False, pages=pages) is None
     step = TokenStep(
         [*parts, tail(3, buffers)],
@@ -104,7 +104,7 @@ def test_what_cannot_be_chosen_is_told() -> None:
     tail = PlainSegment(
         layout=Layout(rows=1, heads=2, size=1, start=63), keys=states((2, 1, 24), 3), values=states((2, 1, 24), 4)
     )
-    pages = Quest(tokens=PAGE).reads_steadily(2, [part, tail]).pages
+    pages = Quest(tokens=PAGE).read_on_fast_path(2, [part, tail]).pages
     assert pages is not None
     why = TokenStep.unsuited([part, tail], mass=False, pages=pages)
     assert why is not None and "a multiple of 32 channels" in why

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvtailor.ops.codes.hadamard import coordinates
 from kvtailor.ops.cpu import attention
-from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
+from kvtailor.ops.cpu.attention import attend_and_keep, attend_coded
 from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, Whole
@@ -157,7 +157,7 @@ def test_what_is_seen_and_what_each_slot_receives(library: Library, layout: str)
     visible[0, 0], weight = False, torch.rand((4, 300), generator=state)
     turned = turned_by(64, Layout(rows=1, heads=4, size=300, start=0))
     how = {"visible": visible, "log_weight": weight}
-    out, lse, kept = attend_keeping(
+    out, lse, kept = attend_and_keep(
         AttentionInputs(query, keys, values, scaling=0.1, turned=turned, **how), using=library
     )
     assert same((out, lse), expected(query, keys, values, turned, **how))

@@ -67,7 +67,7 @@ def test_a_prompt_or_its_next_piece_and_the_mass(dtype: torch.dtype, new: int) -
 @pytest.mark.parametrize("new", [1, 2])
 def test_mass_of_few_queries_over_lanes_that_share_an_owner(new: int) -> None:
     """Two parts under one softmax; a lane that is cut short, weights, and queries that see different slots."""
-    from kvtailor.ops.triton.keeping import attend_keeping
+    from kvtailor.ops.triton.keeping import attend_and_keep
 
     generator = torch.Generator().manual_seed(new)
     query = torch.randn((2, 3, new, 24), generator=generator)
@@ -84,7 +84,7 @@ def test_mass_of_few_queries_over_lanes_that_share_an_owner(new: int) -> None:
     counts = torch.rand((2, new), generator=generator)
     found, lses = [], []
     for part in range(2):
-        out, lse, kept = attend_keeping(
+        out, lse, kept = attend_and_keep(
             AttentionInputs(
                 query.to(DEVICE),
                 Whole(states=keys[part].to(DEVICE)),

@@ -86,12 +86,12 @@ def test_several_parts_and_chosen_pages_are_capped_too() -> None:
 
 
 def test_mass_of_few_queries_with_a_cap_and_a_sink() -> None:
-    from kvtailor.ops.triton.keeping import attend_keeping
+    from kvtailor.ops.triton.keeping import attend_and_keep
 
     query, keys, values = random(2, 3, 2, 24, seed=1), random(2, 33, 24, seed=2), random(2, 33, 24, seed=3)
     counts, sinks = torch.rand((2, 2), generator=torch.Generator().manual_seed(4)), random(2, 3, 1, seed=5) * 2
     there = Whole(states=keys.to(DEVICE)), Whole(states=values.to(DEVICE))
-    out, lse, kept = attend_keeping(AttentionInputs(query.to(DEVICE), *there, scaling=0.3, softcap=CAP))
+    out, lse, kept = attend_and_keep(AttentionInputs(query.to(DEVICE), *there, scaling=0.3, softcap=CAP))
     out, lse = merge([(out, lse)], sinks.to(DEVICE))
     logits = torch.einsum("ngtd,nsd->ngts", query.double(), keys.double()) * 0.3
     logits = torch.cat([CAP * (logits / CAP).tanh(), sinks.double()[..., None].expand(2, 3, 2, 1)], -1)

@@ -15,7 +15,7 @@ from kvtailor.errors import CacheMisuse, MethodError
 from kvtailor.hf.versions import hand_cache
 from kvtailor.score.by_keys.knorm import KNorm
 from kvtailor.select.topk import TopK
-from kvtailor.types.late_checks import LateChecks, read_flag, require_none, sent
+from kvtailor.types.late_checks import LateChecks, read_flag, require_none, send
 from tests.support.other_device.backend import move_model, register
 from tests.support.other_device.syncs import count_syncs
 from tests.support.seam.zoo import build, prompts
@@ -97,7 +97,7 @@ def test_what_is_forgotten_is_not_raised() -> None:
 def test_sending_a_number_is_not_waited_for() -> None:
     numbers = torch.arange(4)
     with count_syncs() as found:
-        there = sent(numbers, torch.device("gpu:0"))
+        there = send(numbers, torch.device("gpu:0"))
     assert not found.total and torch.equal(there.cpu(), numbers)
 
 

@@ -23,7 +23,7 @@ def assert_same_cache(one: Any, two: Any) -> None:
         if isinstance(mine, CompressedLayer):
             where = f"layer {mine.layer_idx}"
             assert (mine.dtype, mine.device) == (theirs.dtype, theirs.device)
-            assert (mine.steady is None) == (theirs.steady is None)
+            assert (mine.fast_path is None) == (theirs.fast_path is None)
             _same(mine.state.stored.segments, theirs.state.stored.segments, f"{where}, segments")
             _same(_of_tail(mine), _of_tail(theirs), f"{where}, tail")
             assert mine.state.stored.seen == theirs.state.stored.seen

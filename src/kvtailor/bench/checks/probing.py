@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.subject import Subject
 from kvtailor.hf.cache import KvCache
-from kvtailor.hf.model.tensor_parallel import RankHeads, of_all
+from kvtailor.hf.model.tensor_parallel import RankHeads, gather_objects
 
 __all__ = ["fed_scores", "probe", "rounding_of"]
 
@@ -129,7 +129,7 @@ def probe(
         alive = _alive() - before - (cache.conversation.bytes if isinstance(cache, KvCache) else 0)
         if isinstance(cache, KvCache) and isinstance(cache.share, RankHeads):
             # The ledger of a record is that of all processes, and so is what is held against it.
-            alive = sum(of_all(cache.share, alive))
+            alive = sum(gather_objects(cache.share, alive))
     finally:
         if collecting:
             gc.enable()

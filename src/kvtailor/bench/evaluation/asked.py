@@ -16,7 +16,7 @@ from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, NEW_TOKENS, Opt
 if TYPE_CHECKING:
     from kvtailor.bench.subject import Subject
 
-__all__ = ["OPTIONS", "SERVES", "SETS", "TASKS", "USUAL", "Asked", "parted_tasks", "settings_of", "sizes"]
+__all__ = ["OPTIONS", "SERVES", "SETS", "TASKS", "USUAL", "TaskRequest", "parted_tasks", "settings_of", "sizes"]
 
 TASKS = tuple(name for name, kind in KINDS.items() if not kind.sets)
 USUAL = tuple(name for name, kind in KINDS.items() if kind.usual)
@@ -24,7 +24,7 @@ SETS = {each: name for name, kind in KINDS.items() for each in kind.sets}
 """Sets of tasks, asked for as SET:NAME, and the kind of task that measures them."""
 ANSWER_TOKENS = 32
 
-Asked = tuple[str, Mapping[str, object]]
+TaskRequest = tuple[str, Mapping[str, object]]
 
 
 def _options() -> dict[str, Option]:
@@ -79,7 +79,7 @@ def sizes(subject: Subject, context: int | None, continuation: int | None, new_t
 
 def settings_of(
     tasks: Sequence[tuple[str, str | None]], values: Mapping[str, Any], texts: Sequence[str], subject: Subject
-) -> Iterator[Asked]:
+) -> Iterator[TaskRequest]:
     """Yield kind and settings of every task, in the order asked.
 
     Args:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from kvtailor.bench.measure.cache_fields import weigh
 
-__all__ = ["AfterPrefill", "Held"]
+__all__ = ["AfterPrefill", "HeldSummary"]
 
 
 @dataclass
-class Held:
+class HeldSummary:
     """What caches held when they had just been compressed.
 
     Attributes:
@@ -59,7 +59,7 @@ class Held:
 class AfterPrefill:
     """What `generate(streamer=)` calls with the prompt, then with each token: the first of them is not fed yet."""
 
-    def __init__(self, cache: Any, held: Held):
+    def __init__(self, cache: Any, held: HeldSummary):
         self.cache, self.held = cache, held
         self.puts, self.smaller = 0, False
 

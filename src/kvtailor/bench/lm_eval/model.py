@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from kvtailor.bench.checks import check_calibration
 from kvtailor.bench.contestant import Contestant
-from kvtailor.bench.lm_eval.held import AfterPrefill, Held
+from kvtailor.bench.lm_eval.held import AfterPrefill, HeldSummary
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError, suggest
 from kvtailor.hf.model.config import base_of, source_of
@@ -65,7 +65,7 @@ class HarnessModel(HFLM):
         outside: so many tokens at the end of a context of a log-likelihood are not prefilled but fed afterwards, on
             the compressed cache. With 0 a continuation of one token is scored from the prefill alone, which no plan
             changes.
-        held: what the caches held; a new `Held` starts a new count.
+        held: what the caches held; a new `HeldSummary` starts a new count.
         advance: called with the number of requests that have just been answered.
         quiet: no progress bars of the harness.
     """
@@ -130,7 +130,7 @@ class HarnessModel(HFLM):
             alone = base_of(source) == source and not Path(source).is_file()
             tokenizer = source if alone else self.subject.tokenizer
         self.subject.answer_for("the lm-evaluation-harness")
-        self.chunk, self.outside, self.held = chunk, outside, Held()
+        self.chunk, self.outside, self.held = chunk, outside, HeldSummary()
         self.contestant = replace(contestant, calibration=self.subject.provenance(contestant))
         self.advance: Callable[[int], None] = lambda requests: None
         self.quiet = False

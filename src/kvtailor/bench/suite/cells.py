@@ -13,7 +13,7 @@ from kvtailor.errors import suggest
 from kvtailor.plan.grammar import write_settings, write_value
 from kvtailor.presets import FULL
 
-__all__ = ["Asked", "Cell", "Table", "TableRow", "check_keys", "tables_of"]
+__all__ = ["TaskSettings", "Cell", "Table", "TableRow", "check_keys", "tables_of"]
 
 _PLACE = re.compile(r"\{(\w+)\}")
 _CELL = ("plan", "task", "value", "against", "shows", "scale", "digits")
@@ -22,7 +22,7 @@ _SHOWS = ("value", "ratio", "change")
 
 
 @dataclass(frozen=True)
-class Asked:
+class TaskSettings:
     """One task with its settings.
 
     Attributes:
@@ -55,7 +55,7 @@ class Cell:
     """
 
     plan: str
-    tasks: tuple[Asked, ...]
+    tasks: tuple[TaskSettings, ...]
     measure: str
     against: str | None = None
     shows: str = "value"
@@ -192,7 +192,7 @@ class _Reader:
             digits=int(found.get("digits", 2)),
         )
 
-    def _asked(self, name: str, scope: Mapping[str, Any], where: str) -> Iterator[Asked]:
+    def _asked(self, name: str, scope: Mapping[str, Any], where: str) -> Iterator[TaskSettings]:
         raw = self.tasks.get(name)
         if not isinstance(raw, dict):
             self.faults.append(f"{where}: there is no task {name!r}{suggest(name, self.tasks)}")
@@ -208,7 +208,7 @@ class _Reader:
             elif kind not in self.awaits:
                 known = (*KINDS, *self.awaits)
                 self.faults.append(f"{where}: there is no kind of task {kind!r}{suggest(kind, known)}")
-            yield Asked(kind, tuple(sorted((key, _fixed(value)) for key, value in found.items())))
+            yield TaskSettings(kind, tuple(sorted((key, _fixed(value)) for key, value in found.items())))
 
     def _each(self, raw: Any, scope: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
         """Every combination of the values of some variables; one without any where there are none."""

@@ -15,7 +15,7 @@ from kvtailor.bench.resources import CellResources
 from kvtailor.bench.runner import Job, plan_run, run
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
-from kvtailor.bench.suite.cells import Asked
+from kvtailor.bench.suite.cells import TaskSettings
 from kvtailor.bench.suite.suite import Suite, SuiteError
 from kvtailor.bench.tasks.contract import Task
 from kvtailor.errors import KvtailorError, suggest
@@ -78,7 +78,7 @@ def prepare(suite: Suite, subject: Subject, *, data: Path | None = None, only: S
     """
     faults: list[str] = []
     wanted = _plans_of(suite, subject.name, only, faults)
-    too_long: dict[Asked, str] = {}
+    too_long: dict[TaskSettings, str] = {}
     for asked in wanted:
         if asked.kind in KINDS:
             faults += (wrong := setting_faults(asked.kind, dict(asked.settings)))
@@ -116,12 +116,12 @@ def prepare(suite: Suite, subject: Subject, *, data: Path | None = None, only: S
     )
 
 
-def _plans_of(suite: Suite, model: str, only: Sequence[str], faults: list[str]) -> dict[Asked, list[str]]:
+def _plans_of(suite: Suite, model: str, only: Sequence[str], faults: list[str]) -> dict[TaskSettings, list[str]]:
     """The tasks of the wanted tables with the plans of the cells that show them, each once."""
     tables = suite.tables_for(model)
     names = [table.name for table in tables]
     faults += [f"there is no table {name!r}{suggest(name, names)}" for name in only if name not in names]
-    found: dict[Asked, list[str]] = {}
+    found: dict[TaskSettings, list[str]] = {}
     for cell in (c for t in tables if not only or t.name in only for row in t.rows for c in row.cells):
         for asked in cell.tasks:
             plans = found.setdefault(asked, [])
@@ -154,7 +154,7 @@ def _each_once(contestants: Iterable[Contestant]) -> tuple[Contestant, ...]:
     return tuple(found.values())
 
 
-def _made(asked: Asked, subject: Subject, data: Path | None) -> tuple[Task | None, str | None]:
+def _made(asked: TaskSettings, subject: Subject, data: Path | None) -> tuple[Task | None, str | None]:
     """The task, or why there is none."""
     if asked.kind not in KINDS:
         return None, f"This kvtailor does not have the task {asked.kind!r}."

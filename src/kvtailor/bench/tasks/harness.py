@@ -25,7 +25,7 @@ import torch
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.lm_eval import harness
-from kvtailor.bench.lm_eval.held import Held
+from kvtailor.bench.lm_eval.held import HeldSummary
 from kvtailor.bench.lm_eval.isolated import one_process, randomness_restored, silence
 from kvtailor.bench.lm_eval.results import is_ratio, likelihoods_of, main_metric, metrics_of, scores_of, versions
 from kvtailor.bench.subject import Subject, hash_of
@@ -239,7 +239,7 @@ def _texts(tasks: Mapping[str, Any]) -> list[str]:
     return [text for task in tasks.values() for instance in task.instances for text in map(str, instance.args)]
 
 
-def _held_notes(held: Held, contestant: Contestant) -> list[str]:
+def _held_notes(held: HeldSummary, contestant: Contestant) -> list[str]:
     notes = []
     if held.truncated:
         notes.append(f"Longer than the model's positions were {held.truncated} requests, which lost their beginning.")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ELEMENT_SIZES",
-    "Holding",
+    "HeldTokens",
     "Reach",
     "as_dict",
     "budget_notes",
@@ -45,7 +45,7 @@ ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
+class HeldTokens:
     """What a cache holds of one row after a prompt, in tokens; and the bytes of their keys and values alone.
 
     The bytes of the whole cache are those of `hf.sizes.CacheSize`.
@@ -83,7 +83,7 @@ def _budget(plan: Plan, tokens: int, geometry: Geometry | None, element: int) ->
     """Tokens per kv head that a row of `tokens` may hold, on average; None where only a model's sizes tell."""
     import torch
 
-    from kvtailor.engine.budget import CacheShape, total_tokens
+    from kvtailor.engine.budget import CacheShape, count_total
 
     if plan.bytes is not None and geometry is None:
         return None
@@ -96,11 +96,11 @@ def _budget(plan: Plan, tokens: int, geometry: Geometry | None, element: int) ->
         ]
         others = 0 if plan.bytes is None else geometry.other_bytes(element)
     seen = torch.tensor([tokens])
-    total = total_tokens(plan, seen, layers=len(shapes), template=shapes[0], other_bytes=others, shapes=shapes)
+    total = count_total(plan, seen, layers=len(shapes), template=shapes[0], other_bytes=others, shapes=shapes)
     return int(total) // sum(shape.heads for shape in shapes)
 
 
-def holding(plan: Plan, geometry: Geometry, element: int, size: CacheSize, own: int | None = None) -> Holding:
+def holding(plan: Plan, geometry: Geometry, element: int, size: CacheSize, own: int | None = None) -> HeldTokens:
     """What is held of one row of a prompt.
 
     Args:
@@ -128,7 +128,7 @@ def holding(plan: Plan, geometry: Geometry, element: int, size: CacheSize, own: 
     if any(isinstance(each, Codec) and each.ages for each in with_nested(plan.encode)):
         # The price of a token depends on its age.
         codes = size.stages["encode"].middle / size.batch if "encode" in size.stages else 0
-    return Holding(
+    return HeldTokens(
         tokens_seen=tokens,
         tokens_held=held,
         tokens_encoded=held - recent,
@@ -140,7 +140,7 @@ def holding(plan: Plan, geometry: Geometry, element: int, size: CacheSize, own: 
     )
 
 
-def say_holding(plan: Plan, held: Holding, size: CacheSize, grown: CacheSize) -> None:
+def say_holding(plan: Plan, held: HeldTokens, size: CacheSize, grown: CacheSize) -> None:
     """Print what is held, in tokens and in bytes, and how it grows.
 
     Args:
@@ -171,7 +171,7 @@ def say_holding(plan: Plan, held: Holding, size: CacheSize, grown: CacheSize) ->
     say(f"  {about}{what} for each of the next {grown.new_tokens} decoded tokens, on average, in all rows")
 
 
-def _say_bytes(held: Holding, size: CacheSize) -> None:
+def _say_bytes(held: HeldTokens, size: CacheSize) -> None:
     known = byte_text(size.total) if size.exact else f"{byte_text(size.low)} to {byte_text(size.high)}"
     about = "" if size.exact else "about "
     say(f"  the cache takes {known}, {about}{size.share:.3f} of the {byte_text(size.full)} of an uncompressed one")
@@ -186,7 +186,7 @@ def _say_bytes(held: Holding, size: CacheSize) -> None:
         say(f"  while the prompt is read, {byte_text(size.uncut)} of it wait uncompressed")
 
 
-def as_dict(held: Holding | None) -> dict[str, int] | None:
+def as_dict(held: HeldTokens | None) -> dict[str, int] | None:
     """For JSON."""
     return None if held is None else asdict(held)
 
@@ -200,7 +200,7 @@ def budget_notes(plan: Plan, geometry: Geometry | None, element: int, tokens: in
         element: bytes of an element of the cache's dtype.
         tokens: the length that was given; None: the model's positions, where it has a number of them.
     """
-    from kvtailor.engine.budget import only_recent
+    from kvtailor.engine.budget import describe_only_recent
 
     if plan.score is None or (geometry is not None and not geometry.compressed):
         return []
@@ -219,7 +219,11 @@ def budget_notes(plan: Plan, geometry: Geometry | None, element: int, tokens: in
         budget = _budget(plan, tokens or 1, geometry, element) if budget is None else budget
         low = budget is not None and budget <= recent
         cure = f"give more than {recent}, or the score a smaller window"
-        return [f"{only_recent(seen=tokens, held=budget, recent=recent)}: {cure}"] if low and budget is not None else []
+        return (
+            [f"{describe_only_recent(seen=tokens, held=budget, recent=recent)}: {cure}"]
+            if low and budget is not None
+            else []
+        )
     longest = _longest(plan.keep, recent)
     return [
         f"prompts of up to {longest} tokens: keep={plan.keep} of them is at most {recent} tokens per kv head, and the "
@@ -229,7 +233,7 @@ def budget_notes(plan: Plan, geometry: Geometry | None, element: int, tokens: in
 
 
 def _longest(keep: float, recent: int) -> int:
-    """The most tokens of a row of which `keep` is no more than `recent`, as `total_tokens` counts."""
+    """The most tokens of a row of which `keep` is no more than `recent`, as `count_total` counts."""
     longest = int((recent + 1) / keep) + 2
     while int(longest * keep + 1e-6) > recent:
         longest -= 1
@@ -318,7 +322,7 @@ def forecast(
     plan: Plan,
     sizes: dict[str, Any],
     cost: dict[str, Any],
-    held: Holding,
+    held: HeldTokens,
     *,
     rows: int = 1,
     rate: int | None,

@@ -94,7 +94,7 @@ class FixedLayer(CacheLayerMixin):
     def refuse_forward(self) -> None:
         """Nothing is to be undone: a step that is refused is never replayed."""
 
-    def attend_steadily(self, query: Tensor, mask: Any, scaling: float) -> Tensor | None:
+    def attend_on_fast_path(self, query: Tensor, mask: Any, scaling: float) -> Tensor | None:
         """None: a replayed step is prepared as a whole, see `attend`."""
         return None
 

@@ -14,15 +14,15 @@ from transformers.cache_utils import CacheLayerMixin
 from kvtailor.attend.contract import Attended
 from kvtailor.engine import rollback
 from kvtailor.engine.engine import Engine
+from kvtailor.engine.fast_path import find_fast_path
 from kvtailor.engine.phase import Reconstructing, Recording, Speculating
 from kvtailor.engine.state import LayerState, Reading
-from kvtailor.engine.steady import steady_layer
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import HANDLE, ungraded
 from kvtailor.hf.guard import CacheGuard
+from kvtailor.hf.layers.fast_path import WithFastPath
 from kvtailor.hf.layers.products import operands
 from kvtailor.hf.layers.run_eagerly import run_eagerly
-from kvtailor.hf.layers.steady import TakesSteadily
 from kvtailor.hf.mask import LazyMask, TensorMask
 from kvtailor.hf.model.modules import is_part_of
 from kvtailor.hf.model.projection import check_projections
@@ -31,7 +31,7 @@ from kvtailor.types import PLAIN_SOFTMAX, Softmax, Visibility
 __all__ = ["CompressedLayer", "record_past_of_all"]
 
 
-class CompressedLayer(TakesSteadily, CacheLayerMixin):
+class CompressedLayer(WithFastPath, CacheLayerMixin):
     """One layer that the plan compresses, as transformers' `Cache` drives it.
 
     Attributes:
@@ -85,10 +85,10 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
     @run_eagerly
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take new keys (b, h, t, d) and values, and return the handle by which the attention finds this layer."""
-        steady = self.steady
-        if steady is not None and steady.step.takes(key_states, value_states):
+        fast_path = self.fast_path
+        if fast_path is not None and fast_path.step.takes(key_states, value_states):
             self.guard.update_begins(self.layer_idx)
-            self.arriving, self.arriving_for = (key_states, value_states), steady
+            self.arriving, self.arriving_for = (key_states, value_states), fast_path
             return self._handed_on(key_states, value_states, self.state.stored.seen)
         # Under autocast rotated keys are float32 and values are not: what the projections gave is the model's dtype.
         key_states = key_states.to(value_states.dtype)
@@ -241,7 +241,7 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
             output = self._attended(keys, values, query, visible, scaling)
         guard.layer_ends(self.layer_idx)
         settled = query.shape[2] == 1 and not reconstructing and not self._readers and not guard.geometry.multiplies
-        self.steady = steady_layer(engine, self.state, query.shape[1], visible) if settled else None
+        self.fast_path = find_fast_path(engine, self.state, query.shape[1], visible) if settled else None
         return output
 
     def _attended(self, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> Tensor:
@@ -366,7 +366,7 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything; the layer may then serve another batch."""
-        self._read, self._repeated, self.steady, self.arriving_for = [], None, None, None
+        self._read, self._repeated, self.fast_path, self.arriving_for = [], None, None, None
         self.arriving, self.is_initialized = None, False
         self.state.reset()
 

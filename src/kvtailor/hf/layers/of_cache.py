@@ -16,7 +16,7 @@ from kvtailor.hf.model.geometry import Geometry
 from kvtailor.plan import Plan
 from kvtailor.plan.registry import name_of
 
-__all__ = ["EmptyLayer", "become", "layers_of", "plan_misfits", "settle_others", "states_kept"]
+__all__ = ["EmptyLayer", "copy_layer", "layers_of", "plan_misfits", "settle_others", "remember_all_states"]
 
 
 class EmptyLayer:
@@ -113,13 +113,13 @@ def _unequal_layers(plan: Plan, geometry: Geometry) -> list[str]:
     return found
 
 
-def become(layer: Any, other: Any) -> None:
+def copy_layer(layer: Any, other: Any) -> None:
     """Let a layer that the plan does not compress hold a copy of what another cache's layer holds."""
     if isinstance(layer, WindowLayer):
         # All that it has, states included.
-        layer.become(other)
+        layer.copy_from(other)
     elif isinstance(layer, StatesMixin):
-        layer.become_states(other)
+        layer.copy_states_from(other)
 
 
 def settle_others(layers: list[Any]) -> None:
@@ -131,9 +131,9 @@ def settle_others(layers: list[Any]) -> None:
             layer.settle_states()
 
 
-def states_kept(layers: list[Any]) -> Callable[[], None]:
+def remember_all_states(layers: list[Any]) -> Callable[[], None]:
     """Return what makes the states of all layers again what they are now."""
-    restore = [layer.kept_states() for layer in layers if isinstance(layer, StatesMixin)]
+    restore = [layer.remember_states() for layer in layers if isinstance(layer, StatesMixin)]
 
     def again() -> None:
         for each in restore:

@@ -94,12 +94,12 @@ class StatesMixin(LinearAttentionLayer):
         """Become what the layer was before its first token, so that a batch of other rows may follow."""
         LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
 
-    def kept_states(self) -> Callable[[], None]:
+    def remember_states(self) -> Callable[[], None]:
         """Return what makes the states again what they are now, whatever is written into them meanwhile."""
         kept = {name: copy.deepcopy(value) for name, value in self.__dict__.items() if name in self._own()}
         return lambda: self.__dict__.update(kept)
 
-    def become_states(self, other: StatesMixin) -> None:
+    def copy_states_from(self, other: StatesMixin) -> None:
         """Hold a copy of the states of another cache's layer."""
         self.__dict__.update({name: copy.deepcopy(other.__dict__[name]) for name in self._own()})
 

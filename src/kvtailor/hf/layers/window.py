@@ -76,7 +76,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
         if self.keys.untyped_storage().nbytes() > self.keys.numel() * self.keys.element_size():
             self.keys, self.values = self.keys.clone(), self.values.clone()
 
-    def become(self, other: WindowLayer) -> None:
+    def copy_from(self, other: WindowLayer) -> None:
         """Holds a copy of what another cache's layer holds; guard and place stay this one's."""
         kept = {name: value for name, value in other.__dict__.items() if name not in ("guard", "layer_idx")}
         self.__dict__.update(copy.deepcopy(kept))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvtailor.hf.model.devices import named_values, uncompiled, whole
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["config_values", "fingerprint", "remembered_fingerprint", "rotary_frequencies", "weight_fingerprint"]
 
@@ -184,7 +184,7 @@ def _marks(model: Any) -> Iterator[bytes]:
         for part in _parts(whole(own)):
             flat = part.flatten()
             at = torch.linspace(0, flat.numel() - 1, min(64, flat.numel()), dtype=torch.float64).to(torch.int64)
-            found.append(flat[sent(at, flat.device)].double().view(torch.uint8))
+            found.append(flat[send(at, flat.device)].double().view(torch.uint8))
     yield from _on_host(found)
 
 

@@ -35,7 +35,7 @@ class Processes:
         """Whether this is the process that prints and writes."""
         return self.rank == 0
 
-    def told(self, value: _T) -> _T:
+    def broadcast(self, value: _T) -> _T:
         """Return the first process's value; all of them call it."""
         return value
 
@@ -48,7 +48,7 @@ class _Torchrun(Processes):
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def told(self, value: _T) -> _T:
+    def broadcast(self, value: _T) -> _T:
         found: list[Any] = [value]
         dist.broadcast_object_list(found, src=0)
         answer: _T = found[0]
@@ -102,4 +102,4 @@ def same_seed(seed: int | None) -> int | None:
     """Return a random state that all processes share: the one that was given, or a new one where there are several."""
     if seed is not None or _started.size == 1:
         return seed
-    return _started.told(secrets.randbits(63))
+    return _started.broadcast(secrets.randbits(63))

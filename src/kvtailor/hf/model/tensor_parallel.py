@@ -23,7 +23,15 @@ from kvtailor.plan.arguments import with_nested
 from kvtailor.plan.registry import name_of
 from kvtailor.types import ALL_HEADS, HeadShare
 
-__all__ = ["RankHeads", "agreed", "check_plan", "check_same_plan", "of_all", "share_of", "told_by_first"]
+__all__ = [
+    "RankHeads",
+    "fail_together",
+    "check_plan",
+    "check_same_plan",
+    "gather_objects",
+    "share_of",
+    "broadcast_from_first",
+]
 
 _T = TypeVar("_T")
 # Styles of transformers' plans that leave each rank its own heads, and those that give every rank all of them.
@@ -134,7 +142,7 @@ def check_same_plan(plan: Plan, share: HeadShare) -> None:
     """
     if not isinstance(share, RankHeads):
         return
-    told = of_all(share, (plan.hash, str(plan)))
+    told = gather_objects(share, (plan.hash, str(plan)))
     other = next((process for process, (hash_, _) in enumerate(told) if hash_ != told[0][0]), None)
     if other is not None:
         first, another = told[0][1], told[other][1]
@@ -143,7 +151,7 @@ def check_same_plan(plan: Plan, share: HeadShare) -> None:
 
 
 @contextmanager
-def agreed(share: HeadShare, kind: type[KvtailorError]) -> Iterator[None]:
+def fail_together(share: HeadShare, kind: type[KvtailorError]) -> Iterator[None]:
     """Let all processes of a group fail where one does: none goes on to wait for it. Collective at its end.
 
     Args:
@@ -162,7 +170,7 @@ def agreed(share: HeadShare, kind: type[KvtailorError]) -> Iterator[None]:
         own = error
     if not isinstance(share, RankHeads):
         return
-    told = of_all(share, None if own is None else str(own))
+    told = gather_objects(share, None if own is None else str(own))
     if own is not None:
         raise own
     for process, sentence in enumerate(told):
@@ -170,16 +178,16 @@ def agreed(share: HeadShare, kind: type[KvtailorError]) -> Iterator[None]:
             raise kind(f"process {process} of {share.processes}: {sentence}")
 
 
-def of_all(share: RankHeads, value: _T) -> list[_T]:
+def gather_objects(share: RankHeads, value: _T) -> list[_T]:
     """Return the values of all processes of the group, in their order; collective."""
     told: list[Any] = [None] * share.processes
     dist.all_gather_object(told, value, group=share.group)
     return told
 
 
-def told_by_first(share: RankHeads, text: str) -> str:
+def broadcast_from_first(share: RankHeads, text: str) -> str:
     """Return the text that the first process of the group gave; collective."""
-    return of_all(share, text)[0]
+    return gather_objects(share, text)[0]
 
 
 def _faults(method: Method, heads: int, ranks: int) -> list[str]:

@@ -23,7 +23,7 @@ from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import load
 from kvtailor.hf.model.rope_border import check_border
-from kvtailor.hf.model.tensor_parallel import RankHeads, share_of, told_by_first
+from kvtailor.hf.model.tensor_parallel import RankHeads, broadcast_from_first, share_of
 from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.arguments import OF_CACHES, check_config, check_no_template, file_of, known_words, own_words
 from kvtailor.hf.run.reader import CacheReader
@@ -318,7 +318,7 @@ def _shared(generator: torch.Generator | None, model: Any) -> torch.Generator | 
     if generator is not None or not isinstance(share, RankHeads):
         return generator
     made = torch.Generator(device=input_device(model))
-    return made.manual_seed(int(told_by_first(share, str(torch.initial_seed()))))
+    return made.manual_seed(int(broadcast_from_first(share, str(torch.initial_seed()))))
 
 
 def _checked(

@@ -21,10 +21,10 @@ from kvtailor.engine.state import Observed
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.layers.compressed import CompressedLayer
-from kvtailor.hf.layers.of_cache import become
+from kvtailor.hf.layers.of_cache import copy_layer
 from kvtailor.hf.layers.states import StatesMixin
 from kvtailor.hf.layers.window import WindowLayer
-from kvtailor.hf.make_cache import gathering_cache
+from kvtailor.hf.make_cache import make_gathering_cache
 from kvtailor.hf.mask import LazyMask, lazy_mask
 from kvtailor.hf.run.feeding import fed
 from kvtailor.ledger import storage_bytes
@@ -115,7 +115,7 @@ def keep(model: Any, ids: Tensor, needs: Needs, mask: Tensor | None = None, *, l
         CannotKeep: the model masks more than causality and padding ask for.
         KvtailorError: the model cannot have a cache, or its modules do not show what the needs take.
     """
-    cache = gathering_cache(model, needs)
+    cache = make_gathering_cache(model, needs)
     plain: list[bool] = []
 
     def look(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
@@ -169,8 +169,8 @@ def fill(cache: KvCache, kept: KeptPrompt) -> None:
                 engine.begin_reading(found.state)
                 if index == max(readers.get(at, (at,))):
                     engine.take_prompt(found.state, kept_state.observed.evidence.within(needs), visible)
-            become(layer, own)
-        guard.rope.become(source.guard.rope)
+            copy_layer(layer, own)
+        guard.rope.copy_from(source.guard.rope)
 
 
 def difference(one: KvCache, two: KvCache) -> str | None:

@@ -20,7 +20,7 @@ from kvtailor.errors import ArgumentError, CacheMisuse
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.handed import check_seen
 from kvtailor.hf.images import check_inputs, check_text
-from kvtailor.hf.layers.of_cache import states_kept
+from kvtailor.hf.layers.of_cache import remember_all_states
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.mask import lazy_mask
 from kvtailor.hf.model.devices import input_device
@@ -34,7 +34,7 @@ from kvtailor.hf.versions import CACHE_ARGUMENT
 from kvtailor.plan import Plan
 from kvtailor.plan.calls import check_call
 from kvtailor.types import Repetition
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["INSTRUCTION", "begin", "instruction_of", "prefill", "read", "repetitions"]
 
@@ -182,7 +182,7 @@ def read(
                     logits = logits[-1:]
             known = kept is not None and bool(passes) and kept.take_repetition(cache, words)
             for piece, new in () if known else passes:
-                restore = states_kept(cache.layers)
+                restore = remember_all_states(cache.layers)
                 seen = _joined(mask, piece.real, before + ids.shape[1])
                 with (
                     _weights(model, cache, piece, new, seen) as log_weights,
@@ -248,13 +248,13 @@ def repetitions(
         pieces = [row[at : at + size] for row, at, size in zip(columns, first, sizes, strict=True)]
         leads = [row[max(0, at - how.lead) : at] for row, at in zip(columns, first, strict=True)]
         new = [
-            torch.cat([instruction, ids[row, sent(torch.cat([lead, piece]), ids.device)]])
+            torch.cat([instruction, ids[row, send(torch.cat([lead, piece]), ids.device)]])
             if piece.numel()
             else ids.new_empty(0)
             for row, (lead, piece) in enumerate(zip(leads, pieces, strict=True))
         ]
         together = torch.nn.utils.rnn.pad_sequence(new, batch_first=True)
-        lengths = sent(torch.tensor([row.numel() for row in new]), ids.device)
+        lengths = send(torch.tensor([row.numel() for row in new]), ids.device)
         real = torch.arange(together.shape[1], device=ids.device) < lengths[:, None]
         sinks = [row[: how.sinks] for row in columns]
         found = ReconstructionPass(

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvtailor.engine.view import stored_sides, view_held
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.layers.compressed import CompressedLayer
-from kvtailor.hf.layers.of_cache import become
+from kvtailor.hf.layers.of_cache import copy_layer
 from kvtailor.hf.mask import lazy_mask
 from kvtailor.plan import Plan
 from kvtailor.types import Needs, Visibility
@@ -75,7 +75,7 @@ def sharing_prefill(source: KvCache, others: Sequence[KvCache]) -> Iterator[None
             yield
         for other in others:
             _copy_others(source, other)
-            other.guard.rope.become(source.guard.rope)
+            other.guard.rope.copy_from(source.guard.rope)
 
 
 def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
@@ -115,9 +115,9 @@ def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
     if layers:
         cache.guard.take_padding(layers[0].layer_idx, visible)
         cache.engine.release(visible)
-    cache.guard.rope.become(source.guard.rope)
+    cache.guard.rope.copy_from(source.guard.rope)
 
 
 def _copy_others(source: KvCache, other: KvCache) -> None:
     for layer, own in zip(source.layers, other.layers, strict=True):
-        become(own, layer)
+        copy_layer(own, layer)

@@ -16,7 +16,7 @@ from kvtailor.hf.sizes.segments import SegmentBytes
 from kvtailor.ops.lanes.ragged import page_size
 from kvtailor.store.recent_window import capacity_for
 
-__all__ = ["Aging", "BytesByAge", "Kept", "LayerForecast", "Whole", "of_kept", "slots_of_kept"]
+__all__ = ["Aging", "BytesByAge", "KeptCount", "LayerForecast", "Whole", "of_kept", "slots_of_kept"]
 
 
 class BytesByAge(SegmentBytes):
@@ -120,7 +120,7 @@ Whole = Literal["no", "least", "most"]
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptCount:
     """How many tokens an eviction leaves, over all batch rows and kv heads of a layer, the recent window included.
 
     Attributes:
@@ -135,7 +135,7 @@ class Kept:
     alike: bool = False
 
     @classmethod
-    def of(cls, counts: tuple[int, ...]) -> Kept:
+    def of(cls, counts: tuple[int, ...]) -> KeptCount:
         """Return the kept set of known numbers."""
         return cls(sum(counts), sum(counts), counts, alike=min(counts) == max(counts))
 
@@ -244,13 +244,13 @@ class LayerForecast:
         elif self.segments.kinds > 1:
             self.encoded = self._grown_old(self.encoded)
 
-    def cut(self, kept: Kept, recent: int, first: int | None = None, *, decoded: bool = False) -> None:
-        """Let an eviction leave so many tokens, of which the newest `recent` stay a tail (`what_stays`).
+    def cut(self, kept: KeptCount, recent: int, first: int | None = None, *, decoded: bool = False) -> None:
+        """Let an eviction leave so many tokens, of which the newest `recent` stay a tail (`compute_contents`).
 
         Args:
             kept: the tokens.
             recent: see there.
-            first: see `first_tokens` of the engine.
+            first: see `count_first_tokens` of the engine.
             decoded: what has come last is a decoded token.
         """
         codec, before = self.codec, self.tail
@@ -267,7 +267,7 @@ class LayerForecast:
             self.anchored = self.anchored and first is not None and self.tail > first
             self._hold(NOTHING, NOTHING, NOTHING)
             return
-        # Beside a codec what has left no block yet stays in the tail (`waits_in_tail`), if every row and head keeps it.
+        # Beside a codec what has left no block yet stays in the tail, if every row and head keeps it.
         by_age = decoded and first is not None and self.waiting > 0 and not codec.ages
         waits = by_age and 0 < before < self.waiting and kept.low // self.owners - (first or 0) >= before
         waits = waits and not self.apart

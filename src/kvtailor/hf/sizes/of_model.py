@@ -13,7 +13,7 @@ from kvtailor.calibration_file import calibrated
 from kvtailor.errors import ArgumentError, PlanError
 from kvtailor.hf.attention import NAME
 from kvtailor.hf.layers.of_cache import plan_misfits
-from kvtailor.hf.make_cache import checked
+from kvtailor.hf.make_cache import check_fit
 from kvtailor.hf.model.cache_dtype import dtype_of_caches
 from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
 from kvtailor.hf.model.config import config_of
@@ -80,7 +80,7 @@ def known_size(
         check(model, NAME)
     geometry = Geometry.of(config)
     if not named:
-        checked(model, parsed, geometry)
+        check_fit(model, parsed, geometry)
     misfits = plan_misfits(parsed, geometry)
     if misfits:
         raise PlanError(str(parsed), misfits)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from kvtailor.allocate.contract import BudgetRequest
-from kvtailor.engine.apply import first_tokens
-from kvtailor.engine.budget import Budget, CacheShape, budget_of, recent_tokens
+from kvtailor.engine.apply import count_first_tokens
+from kvtailor.engine.budget import Budget, CacheShape, make_budget, recent_tokens
 from kvtailor.hf.sizes.bounds import NOTHING, Bounds, hull, summed
-from kvtailor.hf.sizes.layer import Kept, LayerForecast, Whole
+from kvtailor.hf.sizes.layer import KeptCount, LayerForecast, Whole
 from kvtailor.ops.lanes.apportion import layer_shares
 from kvtailor.store.recent_window import capacity_for
 from kvtailor.types import Needs
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvtailor.hf.model.geometry import Geometry
     from kvtailor.plan import Plan
 
-__all__ = ["Evictions", "Holding", "Unit", "gone_through"]
+__all__ = ["Evictions", "Holding", "Unit", "simulate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class Evictions:
         """Return the tokens that one row may hold over all compressed layers and kv heads."""
         return int(self._budget(seen, len(self.shapes) - 1).each_layer_total)
 
-    def kept(self, seen: int, held: Sequence[Sequence[int]]) -> list[Kept | None]:
+    def kept(self, seen: int, held: Sequence[Sequence[int]]) -> list[KeptCount | None]:
         """Return what each layer keeps; None where all of it stays as it is. Of plans of which layers are `known`.
 
         Args:
@@ -97,13 +97,13 @@ class Evictions:
         """
         exact = self.plan.select.exact
         recent = self.recent(seen)
-        found: list[Kept | None] = []
+        found: list[KeptCount | None] = []
         if self.known == "counts":
             for own, has in zip(self._allocated(seen, held), held, strict=True):
                 if exact and all(due >= there for due, there in zip(own, has, strict=True)):
                     found.append(None)
                 elif exact:
-                    found.append(Kept.of(tuple(own) * self.rows))
+                    found.append(KeptCount.of(tuple(own) * self.rows))
                 else:
                     found.append(self._at_most(sum(own), len(own), recent, has))
             return found
@@ -112,16 +112,16 @@ class Evictions:
                 found.append(None)
             elif exact:
                 # A single head in each row leaves nothing to decide.
-                found.append(Kept(due * self.rows, due * self.rows, alike=len(has) == 1))
+                found.append(KeptCount(due * self.rows, due * self.rows, alike=len(has) == 1))
             else:
                 found.append(self._at_most(due, len(has), recent, has))
         return found
 
-    def _at_most(self, due: int, heads: int, recent: int, has: Sequence[int]) -> Kept:
+    def _at_most(self, due: int, heads: int, recent: int, has: Sequence[int]) -> KeptCount:
         """What a selector that may keep fewer leaves of a budget of one row: at least one token of each head."""
         low, high = heads * max(1, min(recent, min(has))), min(due, sum(has))
         low = min(low, high)
-        return Kept(low * self.rows, high * self.rows, alike=heads == 1 and self.rows == 1)
+        return KeptCount(low * self.rows, high * self.rows, alike=heads == 1 and self.rows == 1)
 
     @cached_property
     def _budgets(self) -> dict[tuple[int, CacheShape], _RowBudget]:
@@ -132,7 +132,7 @@ class Evictions:
         plan, key = self.plan, (seen, self.shapes[layer])
         if key in self._budgets:
             return self._budgets[key]
-        budget = budget_of(
+        budget = make_budget(
             plan,
             torch.tensor([seen]),
             layers=len(self.shapes),
@@ -228,7 +228,7 @@ _ROUNDING = 1e-3
 # Rates of bytes per token for which bounds are tried, from 0.5 to 2.5 times that of a long layer.
 _RATES = 60
 STAGES = ("tail", "encode", "observe")
-Cuts = Callable[[int, Sequence[LayerForecast]], Sequence[Kept | None]]
+Cuts = Callable[[int, Sequence[LayerForecast]], Sequence[KeptCount | None]]
 """From tokens seen, and the layers as they are, to what each of them keeps."""
 
 
@@ -309,7 +309,7 @@ class Holding:
         )
 
 
-def gone_through(
+def simulate(
     units: Sequence[Unit], evictions: Evictions | None, *, context: int, new_tokens: int, mass: bool, scores: int
 ) -> list[Holding]:
     """Return what the units hold, one after the other; of plans that share a budget by scores, all in one.
@@ -351,7 +351,7 @@ def _by_cases(
 
 def _known_cuts(
     evictions: Evictions, units: Sequence[Unit], seen: int, now: Sequence[LayerForecast]
-) -> list[Kept | None]:
+) -> list[KeptCount | None]:
     held: list[list[int]] = []
     for layer in now:
         each, more = divmod(layer.held.high // layer.rows, layer.heads)
@@ -373,7 +373,7 @@ def _run(
     now = [unit.make(whole) for unit in units]
     growth, evict_at = 0, None
     slack = None if evictions is None else evictions.plan.slack_tokens
-    first = None if evictions is None else first_tokens(evictions.plan)
+    first = None if evictions is None else count_first_tokens(evictions.plan)
     for step, tokens in enumerate([context, *[1] * new_tokens]):
         growth += tokens
         many = tokens > 1
@@ -458,7 +458,7 @@ def _of_sum(
 
     stages, whole = {name: over_all(name) for name in STAGES}, over_all(None)
     if last > context and exact:
-        passed = _passed_by([unit.make("no") for unit in units], recent, context, new_tokens)
+        passed = _simulate_passed([unit.make("no") for unit in units], recent, context, new_tokens)
         stages = {name: _widened(each, passed[name]) for name, each in stages.items()}
         whole = _widened(whole, passed["all"])
     since = (context + new_tokens - last) * owners * layers
@@ -473,7 +473,7 @@ def _of_sum(
     )
 
 
-def _passed_by(
+def _simulate_passed(
     layers: Sequence[LayerForecast], recent: int, context: int, new_tokens: int
 ) -> dict[str, tuple[int, int]]:
     """Bytes that may be less, and more, where layers keep all that they hold at some of several evictions.
@@ -502,12 +502,14 @@ def _widened(bounds: Bounds, by: tuple[int, int]) -> Bounds:
     return Bounds(max(0, bounds.low - by[0]), bounds.high + by[1])
 
 
-def _given_cut(tokens: int, exact: bool, alike: bool, seen: int, now: Sequence[LayerForecast]) -> list[Kept | None]:
+def _given_cut(
+    tokens: int, exact: bool, alike: bool, seen: int, now: Sequence[LayerForecast]
+) -> list[KeptCount | None]:
     """A cut that leaves so many tokens in the one layer that there is; all of it stays where it holds no more."""
     layer = now[0]
     if tokens >= layer.held.high and exact:
         return [None]
-    return [Kept(min(tokens, layer.held.high), min(tokens, layer.held.high), alike=alike or layer.owners == 1)]
+    return [KeptCount(min(tokens, layer.held.high), min(tokens, layer.held.high), alike=alike or layer.owners == 1)]
 
 
 def _last_cut(evictions: Evictions, context: int, new_tokens: int) -> int:

@@ -25,7 +25,7 @@ from kvtailor.hf.layers.of_cache import plan_misfits
 from kvtailor.hf.sizes.bounds import NOTHING, Bounds, summed
 from kvtailor.hf.sizes.layer import BytesByAge, LayerForecast, Whole
 from kvtailor.hf.sizes.segments import SegmentBytes
-from kvtailor.hf.sizes.simulate import Evictions, Holding, Unit, gone_through
+from kvtailor.hf.sizes.simulate import Evictions, Holding, Unit, simulate
 from kvtailor.ops.notebook_html import Share, Shown, html_block, html_table
 from kvtailor.ops.sizes import binary
 from kvtailor.plan.arguments import with_nested
@@ -224,7 +224,7 @@ def forecast_size(
             calibration=files.get("allocate"),
         )
     scores = max(1, needs.notes) if needs.previous else 0
-    held = gone_through(units, evictions, context=context, new_tokens=new_tokens, mass=needs.mass, scores=scores)
+    held = simulate(units, evictions, context=context, new_tokens=new_tokens, mass=needs.mass, scores=scores)
     whole = Holding.together(held)
     seen = context + new_tokens
     observed, carried, counted = _remembered(plan, geometry, batch, element_size, context, new_tokens, units, held)

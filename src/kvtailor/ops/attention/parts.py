@@ -189,7 +189,7 @@ def _as_stored(
             continue
         out, lse, *weights = attend(inputs)
         if not own.as_they_are:
-            out, lse = own.given(out, lse, grouped, scaling, dispatch.maps_of(grouped)[1])
+            out, lse = own.map_output(out, lse, grouped, scaling, dispatch.maps_of(grouped)[1])
         if reading is not None and reading.lift is not None:
             # The kernel gave normalised sums (n, g, t, r), whose weights add up to 1, or to 0 where nothing is seen.
             seen = (lse > -torch.inf).to(out.dtype).flatten(1)
@@ -222,7 +222,7 @@ def _asked(query: Tensor, part: Segment, *, mass: bool, caps: bool) -> tuple[Sto
         return None, query
     if (own.shifts_logits and (mass or caps)) or (own.joined > 1 and mass):
         return None, query
-    return own, own.asked(query, dispatch.maps_of(query)[0])
+    return own, own.map_query(query, dispatch.maps_of(query)[0])
 
 
 def _few(

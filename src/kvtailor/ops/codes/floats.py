@@ -21,7 +21,7 @@ from kvtailor.ops.codes.sides import padded_groups
 from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import Coded, TimeGrouped
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["ELEMENTS", "ElementFormat", "MxCodes", "NvCodes", "element_codes", "exponent_scales", "levels_of"]
 
@@ -79,7 +79,7 @@ def levels_of(element: str) -> Tensor:
 @cache
 def _levels_on(element: str, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return sent(levels_of(element), device)
+        return send(levels_of(element), device)
 
 
 @cache
@@ -90,7 +90,7 @@ def _borders(device: torch.device) -> Tensor:
         middle = (levels[1:] + levels[:-1]) / 2
         # Between the codes i and i + 1 the even one takes the middle: the upper one, where i is odd.
         middle[1::2] = torch.nextafter(middle[1::2], middle.new_zeros(()))
-        return sent(middle, device)
+        return send(middle, device)
 
 
 def element_codes(x: Tensor, element: str) -> Tensor:

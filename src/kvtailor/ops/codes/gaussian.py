@@ -15,7 +15,7 @@ from kvtailor.ops.codes.unit_variance import of_unit_variance, scale_back
 from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import Coded
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["GaussianCodes", "gaussian_levels"]
 
@@ -53,7 +53,7 @@ def gaussian_levels(bits: int) -> Tensor:
 @cache
 def _levels_on(bits: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return sent(gaussian_levels(bits), device)
+        return send(gaussian_levels(bits), device)
 
 
 @dataclass(frozen=True, kw_only=True)

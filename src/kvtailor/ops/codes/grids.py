@@ -18,7 +18,7 @@ from kvtailor.ops.codes.unit_variance import of_unit_variance, scale_back
 from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import Coded
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["GridCodes", "grid_of", "pairs_of"]
 
@@ -36,7 +36,7 @@ def grid_of(bits: int) -> Tensor:
 @cache
 def _grid_on(bits: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return sent(grid_of(bits), device)
+        return send(grid_of(bits), device)
 
 
 def pairs_of(size: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.types import Coordinates
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["block_of", "coordinates", "mixed", "unmixed"]
 
@@ -65,4 +65,4 @@ def _matrix(size: int, state: int | None, device: torch.device) -> Tensor:
         if state is not None:
             signs = torch.randint(0, 2, (size, 1), generator=torch.Generator().manual_seed(state))
             matrix = matrix * (2 * signs - 1)
-        return sent(matrix, device)
+        return send(matrix, device)

@@ -17,7 +17,7 @@ from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout, TokenSigns
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.types import Coordinates
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["ResidualCodes", "projection"]
 
@@ -36,7 +36,7 @@ def projection(size: int, state: int, device: torch.device) -> Tensor:
     """
     # Made outside of any inference mode: a cached tensor must serve all callers.
     with torch.inference_mode(False):
-        return sent(
+        return send(
             torch.randn((size, size), generator=torch.Generator().manual_seed(state), dtype=torch.float32), device
         )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvtailor.ops.lanes.apportion import apportion
 from kvtailor.types import Coordinates, Lift
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["Basis", "Moments", "on_device", "part_of_heads", "principal", "random_directions", "rank_of", "split_ranks"]
 
@@ -212,8 +212,8 @@ def part_of_heads(basis: Basis, first: int, heads: int) -> Basis:
 @lru_cache(maxsize=512)
 def on_device(basis: Basis, device: torch.device) -> Basis:
     """The same basis on a device."""
-    mean = None if basis.mean is None else sent(basis.mean, device)
-    return replace(basis, directions=sent(basis.directions, device), mean=mean)
+    mean = None if basis.mean is None else send(basis.mean, device)
+    return replace(basis, directions=send(basis.directions, device), mean=mean)
 
 
 def rank_of(rank: int | float, width: int, parts: int = 1) -> int:

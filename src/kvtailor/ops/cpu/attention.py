@@ -17,7 +17,7 @@ from kvtailor.ops.cpu.turned import turn_of
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import layout_of
 
-__all__ = ["Kept", "attend_coded", "attend_keeping", "call_of", "run", "threads_for"]
+__all__ = ["KeptWeights", "attend_coded", "attend_and_keep", "make_call", "run", "choose_threads"]
 
 # The same numbers as in attention.cpp, where a step parts its calls itself.
 # Slots of a piece of work are a multiple of it: below, what a piece finds is as large as what it reads.
@@ -29,7 +29,7 @@ _REFUSED = "torch_parallel_for refused to run kvtailor's attention kernel"
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptWeights:
     """Softmax weights that a call left behind.
 
     Attributes:
@@ -65,22 +65,22 @@ def attend_coded(inputs: AttentionInputs, *, using: Library | None = None) -> tu
         inputs: see `AttentionInputs`, which also says what is returned.
         using: the variant; None: the best.
     """
-    call, held = call_of(inputs)
+    call, held = make_call(inputs)
     return run(call, held, inputs.query.shape, using or library())
 
 
-def attend_keeping(inputs: AttentionInputs, *, using: Library | None = None) -> tuple[Tensor, Tensor, Kept]:
+def attend_and_keep(inputs: AttentionInputs, *, using: Library | None = None) -> tuple[Tensor, Tensor, KeptWeights]:
     """As `attend_coded`, and the weights, of which mass can be made."""
-    call, held = call_of(inputs)
+    call, held = make_call(inputs)
     used = using or library()
     assert used is not None, "asked for a kernel that was not built"
     kept = torch.empty(used.functions.kvtailor_kept(ctypes.byref(call)), dtype=torch.float32)
     held.append(kept)
     call.kept = kept.data_ptr()
-    return *run(call, held, inputs.query.shape, used), Kept(call, held, used)
+    return *run(call, held, inputs.query.shape, used), KeptWeights(call, held, used)
 
 
-def call_of(inputs: AttentionInputs) -> tuple[Call, list[Tensor]]:
+def make_call(inputs: AttentionInputs) -> tuple[Call, list[Tensor]]:
     """The arguments of a call, and the tensors that it points to."""
     keys, values = layout_of(inputs.keys), layout_of(inputs.values)
     owners, group, new, size = inputs.query.shape
@@ -122,7 +122,7 @@ def run(call: Call, held: list[Tensor], shape: torch.Size, used: Library | None)
     """Outputs and lse for a query of this shape."""
     assert used is not None, "asked for a kernel that was not built"
     owners, group, new, _ = shape
-    threads_for(call, used)
+    choose_threads(call, used)
     out = torch.empty((owners, group, new, call.values.size), dtype=torch.float32)
     lse = torch.empty((owners, group, new), dtype=torch.float32)
     at = ctypes.byref(call)
@@ -134,7 +134,7 @@ def run(call: Call, held: list[Tensor], shape: torch.Size, used: Library | None)
     return out, lse
 
 
-def threads_for(call: Call, used: Library) -> None:
+def choose_threads(call: Call, used: Library) -> None:
     """Say how many threads a call takes, and how many slots each piece of it has."""
     lanes, slots, threads = call.lanes, call.slots, 1
     alike = Turn.from_address(call.turn).alike if call.turn else 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
-from kvtailor.ops.cpu.attention import threads_for
+from kvtailor.ops.cpu.attention import choose_threads
 from kvtailor.ops.cpu.library import DTYPES, Call, Choice, Library, Pages, Side
 from kvtailor.ops.segments.best_pages import BestPages
 
@@ -239,7 +239,7 @@ def _call_of_rows(
     call = Call(query=asked.data_ptr(), keys=sides[0], values=sides[1])
     call.owners = call.lanes = asked.shape[0]
     call.slots, call.rows, call.queries, call.scaling, call.softcap = slots, asked.shape[1], 1, scaling, softcap or 0.0
-    threads_for(call, using)
+    choose_threads(call, using)
     return call
 
 

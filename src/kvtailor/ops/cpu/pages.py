@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvtailor.ops.cpu.attention import call_of, run, threads_for
+from kvtailor.ops.cpu.attention import choose_threads, make_call, run
 from kvtailor.ops.cpu.library import DTYPES, Library
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, Whole
@@ -51,11 +51,11 @@ def page_bounds(query: Tensor, low: Tensor, high: Tensor, owner: Tensor | None, 
         (m, p) float32; NaN where a query is.
     """
     # Each row counts as a query of its own, for which there is room then.
-    call, held = call_of(
+    call, held = make_call(
         AttentionInputs(query[:, None], Whole(states=low), Whole(states=high), scaling=1.0, owner=owner)
     )
     bounds = torch.empty(low.shape[:2], dtype=torch.float32)
-    threads_for(call, using)
+    choose_threads(call, using)
     scratch = torch.empty(using.functions.kvtailor_scratch(ctypes.byref(call)), dtype=torch.float32)
     held += [bounds, scratch]
     call.mass, call.scratch = bounds.data_ptr(), scratch.data_ptr()
@@ -89,7 +89,7 @@ def attend_pages(inputs: AttentionInputs, pages: Tensor, page: int, *, using: Li
         slot = (first[:, None] + torch.arange(size)).clamp(max=slots - 1)
         seen = visible.expand(lanes, query.shape[2], slots)[lane[:, None], :, slot].transpose(1, 2)
     owners, lengths = lane if inputs.owner is None else inputs.owner[lane], (slots - first).clamp(max=size)
-    call, held = call_of(inputs._replace(keys=sides[0], values=sides[1], owner=owners, lengths=lengths, visible=seen))
+    call, held = make_call(inputs._replace(keys=sides[0], values=sides[1], owner=owners, lengths=lengths, visible=seen))
     starts = lane * (keys.states.stride(0) // keys.states.stride(1)) + first
     held += [starts, keys.states, values.states]
     call.starts = starts.data_ptr()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvtailor.ops.lanes.rows import Rows, gather
 from kvtailor.types import PLAIN_SOFTMAX, Softmax
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["Reduced", "chunk_bounds", "promised", "reduce_channels"]
 
@@ -36,7 +36,7 @@ def chunk_bounds(keys: Sequence[Tensor], rows: Rows, size: Tensor) -> Tensor:
     bounds = keys[0].new_zeros((counts.shape[0], 2 * width, int(chunks.max()) if chunks.numel() else 0))
     for each in size[size > 0].unique().tolist():
         mine = (size == each).nonzero()[:, 0]
-        owners, longest = sent(mine, rows.address.device), int(counts[mine].max())
+        owners, longest = send(mine, rows.address.device), int(counts[mine].max())
         step = _BLOCK // each * each or each
         for first in range(0, longest, step):
             end = min(first + step, -(-longest // each) * each)
@@ -45,7 +45,7 @@ def chunk_bounds(keys: Sequence[Tensor], rows: Rows, size: Tensor) -> Tensor:
             block = gather(keys, rows.address[owners][:, place]).unflatten(1, (-1, each))
             at = slice(first // each, end // each)
             there = (
-                torch.arange(at.start, at.stop, device=owners.device)[None] < sent(chunks[mine], owners.device)[:, None]
+                torch.arange(at.start, at.stop, device=owners.device)[None] < send(chunks[mine], owners.device)[:, None]
             )
             both = torch.cat([block.amax(2), block.amin(2)], 2).masked_fill(~there[..., None], 0)
             bounds[owners, :, at] = both.transpose(1, 2)
@@ -146,7 +146,7 @@ def reduce_channels(query: Tensor, kept: Tensor, scaling: float) -> Reduced:
     query = query.float()
     most = int(kept.max())
     channels = query.abs().sum(1).topk(most).indices
-    here = torch.arange(most, device=query.device)[None] < sent(kept, query.device)[:, None]
+    here = torch.arange(most, device=query.device)[None] < send(kept, query.device)[:, None]
     picked = query.gather(2, channels[:, None].expand(-1, query.shape[1], -1)) * here[:, None]
     share = picked.abs().sum(-1) / query.abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
     factor = scaling * share.clamp(min=torch.finfo(torch.float32).eps).rsqrt()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.types import Layout
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["apart", "group_layout", "hold_the_same", "members", "side_by_side", "together"]
 
@@ -46,14 +46,14 @@ def hold_the_same(layout: Layout, lanes: Tensor | None) -> bool:
     if lanes is None:
         return False
     known = [each for each in (layout.positions, layout.lengths) if each is not None]
-    rows = [each[sent(lanes, each.device)] for each in known]
+    rows = [each[send(lanes, each.device)] for each in known]
     return all(bool((each == each[:, :1]).all()) for each in rows)
 
 
 def group_layout(layout: Layout, lanes: Tensor) -> Layout:
     """The layout of the groups, of which `lanes` (m', joined) are the members."""
     joined = lanes.shape[1]
-    take = lambda x: None if x is None else x[sent(lanes[:, 0], x.device)]  # noqa: E731
+    take = lambda x: None if x is None else x[send(lanes[:, 0], x.device)]  # noqa: E731
     owner = None if layout.owner is None else torch.div(layout.owner, joined, rounding_mode="floor")
     return replace(
         layout,
@@ -89,7 +89,7 @@ def side_by_side(layouts: Sequence[Layout]) -> tuple[Layout, Tensor]:
 def together(states: Tensor, lanes: Tensor) -> Tensor:
     """States (m, s, c) as (m', s, joined * c)."""
     # (m', joined, s, c) -> (m', s, joined, c) -> (m', s, joined * c).
-    return states[sent(lanes, states.device)].transpose(1, 2).flatten(2)
+    return states[send(lanes, states.device)].transpose(1, 2).flatten(2)
 
 
 def apart(wide: Tensor, lanes: Tensor) -> Tensor:
@@ -97,5 +97,5 @@ def apart(wide: Tensor, lanes: Tensor) -> Tensor:
     joined = lanes.shape[1]
     pieces = wide.unflatten(2, (joined, -1)).transpose(1, 2)
     out = wide.new_empty((lanes.numel(), wide.shape[1], pieces.shape[-1]))
-    out[sent(lanes, wide.device)] = pieces
+    out[send(lanes, wide.device)] = pieces
     return out

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvtailor.ops import huge_pages
 from kvtailor.types import Held, Layout, PlainSegment
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = [
     "Cut",
@@ -87,8 +87,8 @@ def cut_lanes(keep: Tensor, multiple: int = 1, counts: Tensor | None = None) -> 
         return Cut(index=order, owner=None, lengths=None, owners=owners, counts=on_host)
     # Ragged: owner o gets ceil(counts[o] / page) lanes, one after the other.
     page = page_size(float(on_host.float().mean()), multiple)
-    each, pages = sent(on_host, keep.device), (on_host + page - 1) // page
-    lanes, pages = int(pages.sum()), sent(pages, keep.device)
+    each, pages = send(on_host, keep.device), (on_host + page - 1) // page
+    lanes, pages = int(pages.sum()), send(pages, keep.device)
     owner = torch.repeat_interleave(owners, pages, output_size=lanes)
     # (m,) the number of a lane among its owner's: its place among all, less the lanes of the owners before.
     before = torch.repeat_interleave(pages.cumsum(0) - pages, pages, output_size=lanes)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
-from kvtailor.types.late_checks import require_none, sent
+from kvtailor.types.late_checks import require_none, send
 
 __all__ = ["keep_top", "pooled_counts"]
 
@@ -38,7 +38,7 @@ def keep_top(scores: Tensor, budgets: Tensor) -> Tensor:
             f"scores of shape {shape} hold NaN, so no order exists; look for NaN in keys, queries or mass"
         ),
     )
-    wanted = sent(budgets.to(torch.int64), scores.device)
+    wanted = send(budgets.to(torch.int64), scores.device)
     available = (scores > -torch.inf).sum(-1)
     require_none(
         (wanted < 0) | (wanted > available),

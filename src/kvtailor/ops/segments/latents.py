@@ -12,7 +12,7 @@ from kvtailor.ops.codes.subspace import Basis
 from kvtailor.ops.lanes.joined import apart, group_layout, hold_the_same, members, side_by_side
 from kvtailor.ops.segments.coded import under
 from kvtailor.types import Layout, Segment, SegmentView
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["LatentSegment", "inner_state"]
 
@@ -63,7 +63,7 @@ class LatentSegment(Segment):
             values=read.values,
             log_weight=read.log_weight,
             lift=self.values_basis.lift(),
-            shared=None if lanes is None else sent(lanes, read.values.device),
+            shared=None if lanes is None else send(lanes, read.values.device),
         )
 
     def relaid(self, layout: Layout) -> LatentSegment:
@@ -138,9 +138,9 @@ class LatentSegment(Segment):
         assert mine is not None
         group = torch.empty(mine.numel(), dtype=torch.int64)
         group[mine] = torch.arange(mine.shape[0])[:, None].expand_as(mine)
-        source, lanes = sent(group, lane.device)[lane], members(layout, self.joined)
+        source, lanes = send(group, lane.device)[lane], members(layout, self.joined)
         if lanes is not None and hold_the_same(layout, lanes):
-            of_each = torch.stack([source, slot])[:, sent(lanes, lane.device)]
+            of_each = torch.stack([source, slot])[:, send(lanes, lane.device)]
             if bool((of_each == of_each[:, :, :1]).all()):
                 first = of_each[:, :, 0]
                 inner = self.inner.regather(first[0], first[1], group_layout(layout, lanes))

@@ -88,21 +88,21 @@ class StoredSides(NamedTuple):
         """The same with numbers in place of codes, in the coordinates in which these are."""
         return self._replace(keys=Whole(states=self.keys.stored()), values=Whole(states=self.values.stored()))
 
-    def asked(self, query: Tensor, of_queries: Mapping = Coordinates.of_queries) -> Tensor:
+    def map_query(self, query: Tensor, of_queries: Mapping = Coordinates.of_queries) -> Tensor:
         """The queries (n, g, t, d) of the kv heads for the stored keys: (n / joined, joined * g, t, r)."""
         for each in self._of_queries:
             query = of_queries(each, query)
         return query if self.joined == 1 else query.reshape(-1, self.joined * query.shape[1], *query.shape[2:])
 
-    def given(
+    def map_output(
         self, out: Tensor, lse: Tensor, query: Tensor, scaling: float, of_sums: Summing = Coordinates.of_sums
     ) -> tuple[Tensor, Tensor]:
-        """What `asked` queries found, for the queries (n, g, t, d) of the kv heads.
+        """Map what mapped queries found back to the queries (n, g, t, d) of the kv heads.
 
         Args:
             out: (n / joined, joined * g, t, r) float32 sums whose weights add up to 1, or to 0 where nothing is seen.
             lse: (n / joined, joined * g, t), -inf there.
-            query: that was `asked`.
+            query: as it was before `map_query`.
             scaling: factor before the softmax.
             of_sums: what maps them.
 

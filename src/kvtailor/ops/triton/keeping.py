@@ -16,11 +16,11 @@ from kvtailor.ops.segments.coded import Whole
 from kvtailor.ops.triton.attend import attend_coded
 from kvtailor.ops.triton.mass import column_mass
 
-__all__ = ["Kept", "attend_keeping"]
+__all__ = ["ReadPart", "attend_and_keep"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class ReadPart:
     """What was read of one part.
 
     Attributes:
@@ -73,8 +73,8 @@ class Kept:
         )[:, 0]
 
 
-def attend_keeping(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Kept]:
+def attend_and_keep(inputs: AttentionInputs) -> tuple[Tensor, Tensor, ReadPart]:
     """As `attend_coded` over plain keys, and what mass can be made of."""
     assert isinstance(inputs.keys, Whole), "mass is made of plain keys"
     keys = inputs.keys.states
-    return *attend_coded(inputs), Kept(inputs=inputs, query=inputs.query.to(keys.dtype), keys=keys)
+    return *attend_coded(inputs), ReadPart(inputs=inputs, query=inputs.query.to(keys.dtype), keys=keys)

@@ -15,7 +15,7 @@ from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.ops.triton.kernels.tiles import BLOCKS, PLAIN, RUN, TOKEN, VALUE
 from kvtailor.ops.triton.kernels.unpack import E2M1, E4M3, E5M2, LEVELS, PAIRS, WHOLE
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["Side", "block_of", "side_of", "why_not"]
 
@@ -32,7 +32,7 @@ def _table(levels: Tensor, device: torch.device) -> Tensor:
     """Levels, or points one behind the other, as float16: as they enter the products."""
     # Made outside of any inference mode: a cached tensor must serve all callers.
     with torch.inference_mode(False):
-        return sent(levels.half().reshape(-1), device)
+        return send(levels.half().reshape(-1), device)
 
 
 @dataclass(frozen=True, kw_only=True)

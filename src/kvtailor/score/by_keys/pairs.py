@@ -33,7 +33,7 @@ from kvtailor.method import Serves
 from kvtailor.ops.attention.observed import observed_queries, window_attention
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["Pairs"]
 
@@ -104,7 +104,7 @@ class Pairs(Scorer):
                 number = valid.long().cumsum(0)
                 place = (number[at] - 1) / _GAMMA * min(1.0, _CACHE / int(number[-1]))
                 scores[row, head, at] = _prices(mine[at], counts[at], place)
-        return sent(scores, device)
+        return send(scores, device)
 
     def flops(self, *, tokens: int, group: int, size: int) -> int:
         """g w n (2 d + 6) for the attention and its sum, and 8 for each price of a pair, 3 for each token in all."""

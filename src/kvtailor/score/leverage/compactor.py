@@ -30,7 +30,7 @@ from kvtailor.score.contract import Scorer
 from kvtailor.score.leverage.leverage import Leverage
 from kvtailor.score.leverage.noncausal import NonCausal
 from kvtailor.types import HeadShare, Held, Needs
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["Compactor"]
 
@@ -105,7 +105,7 @@ class Compactor(Scorer):
             return self.blending
         if held.budget is None:
             raise ValueError("compactor blends by the budget, but the layer came without; give `blending`")
-        kept = sent(held.budget, held.first.device).float() / (held.seen - held.first).clamp(min=1)
+        kept = send(held.budget, held.first.device).float() / (held.seen - held.first).clamp(min=1)
         return (1.0 - kept).clamp(0.0, 1.0)[:, None, None]
 
 

@@ -28,7 +28,7 @@ from kvtailor.ops.lanes.leverage import gaussian_sketch
 from kvtailor.ops.lanes.packed import pack
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["CUR"]
 
@@ -82,7 +82,7 @@ class CUR(Scorer):
         sketch = None
         if self.sketch:
             drawn = gaussian_sketch(states.shape[-1], self.sketch, self.state)
-            sketch = sent(drawn.float(), states.device)
+            sketch = send(drawn.float(), states.device)
         found = []
         for each in states.unbind(1):
             one = each.float() if sketch is None else each.float() @ sketch

@@ -31,7 +31,7 @@ from kvtailor.ops.lanes.leverage import gaussian_sketch, gram, leverage_of, mean
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
-from kvtailor.types.late_checks import sent
+from kvtailor.types.late_checks import send
 
 __all__ = ["Leverage"]
 
@@ -77,7 +77,7 @@ class Leverage(Scorer):
             )
         ages = held.positions - held.first[:, None, None]
         size = held.keys.shape[-1]
-        sketch = sent(gaussian_sketch(size, self.sketch, self.state), held.keys.device) if self.sketched(size) else None
+        sketch = send(gaussian_sketch(size, self.sketch, self.state), held.keys.device) if self.sketched(size) else None
         scores = []
         for head in range(held.keys.shape[1]):
             keys = turn(held.keys[:, head].float(), -ages[:, head], held.rotation)

@@ -14,10 +14,10 @@ from kvtailor.ops.segments.packed import Packing
 from kvtailor.store.contract import Placed, Restore
 from kvtailor.types import Segment
 
-__all__ = ["Arrival", "Bundle", "OnDevice", "Offloaded", "Stored", "Tier"]
+__all__ = ["Arrival", "Bundle", "OnDevice", "Offloaded", "StoredBundle", "Tier"]
 
 
-class Stored(Protocol):
+class StoredBundle(Protocol):
     """What a tier holds of one bundle.
 
     Attributes:
@@ -59,11 +59,11 @@ class Tier(ABC):
     makes_smaller: bool = False
 
     @abstractmethod
-    def store(self, tensors: Mapping[str, Tensor], about: object) -> Stored:
+    def store(self, tensors: Mapping[str, Tensor], about: object) -> StoredBundle:
         """Take a bundle's tensors, whole or not at all."""
 
     @abstractmethod
-    def fetch(self, stored: Sequence[Stored]) -> Arrival:
+    def fetch(self, stored: Sequence[StoredBundle]) -> Arrival:
         """Begin to bring bundles to the device."""
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Bundle:
         self.form = sum(segment.closed_form_bytes() for segment in segments)
         self.form -= sum(layout.closed_form_bytes() for layout in layouts.values())
         self.device = next((t.device for _, tensors in states for t in tensors.values()), torch.device("cpu"))
-        self.stored: Stored | None = None
+        self.stored: StoredBundle | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Bundle:
         return self

@@ -11,7 +11,7 @@ from kvtailor.bench.report.machines import hardware_text, machines_of, versions_
 from kvtailor.bench.report.suite.numbers import measured
 from kvtailor.bench.report.suite.records import alike, behind, by_task
 from kvtailor.bench.schema import Record
-from kvtailor.bench.suite.cells import Asked, Cell, Table, TableRow
+from kvtailor.bench.suite.cells import Cell, Table, TableRow, TaskSettings
 from kvtailor.bench.suite.suite import Suite
 
 __all__ = ["FilledCell", "FilledRow", "FilledTable", "provenance", "suite_tables"]
@@ -164,7 +164,7 @@ class _Filler:
             keys=tuple(record.key for records in [*ours, *(theirs or [])] for record in records),
         )
 
-    def _good(self, plan: str, asked: Asked) -> list[Record]:
+    def _good(self, plan: str, asked: TaskSettings) -> list[Record]:
         wanted = self._contestant(plan).hash
         return [r for r in self._records.get(str(asked), ()) if r.plan_hash == wanted and r.error is None]
 
@@ -196,7 +196,7 @@ class _Filler:
             yield f"{gaps} of the measurements behind these cells have no record that may stand beside the others."
 
 
-def _said(cell: Cell, asked: Asked, record: Record) -> Iterable[tuple[str, str]]:
+def _said(cell: Cell, asked: TaskSettings, record: Record) -> Iterable[tuple[str, str]]:
     """Sentences, each with the plan that it is about; none where it is about all."""
     yield from ((note, "") for note in record.notes)
     wanted = dict(asked.settings).get("text")

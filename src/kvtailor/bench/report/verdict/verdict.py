@@ -87,7 +87,7 @@ def fell(measure: Measure, score: Score) -> bool:
     return worst is not None and (worst > 0 if measure.lower_is_better else worst < 0)
 
 
-Asked = tuple[Measure, Score, Score, Outcome]
+MeasuredScore = tuple[Measure, Score, Score, Outcome]
 
 
 def limits(asked: Sequence[Measure], margins: Margins) -> str:
@@ -210,7 +210,7 @@ def _answers(judged: Judged) -> list[str]:
     return _right_answers(shares) + scores
 
 
-def _right_answers(shares: Sequence[Asked]) -> list[str]:
+def _right_answers(shares: Sequence[MeasuredScore]) -> list[str]:
     """In numbers where one kind of them was measured; else where most were lost."""
     if not shares:
         return []

@@ -1,19 +1,19 @@
 """Decoded tokens between two actions of the plan: what the next one needs is worked out once, and kept.
 
 While a plan neither evicts nor encodes, a decoded token of a layer is the same work at every step: it joins the tail,
-all parts are read, and where a score needs it, what each slot receives is added up. `SteadyLayer.of` looks once whether
+all parts are read, and where a score needs it, what each slot receives is added up. `FastPath.of` looks once whether
 a layer is in such a state, and for how many tokens. Until then `take` does what `Engine.attend` and `Engine.act` would,
 which stay the reference; `holds` is the one guard. It compares what the layer holds with what it held, object by
 object, so that whatever else changes a layer ends it.
 See docs/decisions/0024-the-short-way.md.
 
 That ends where the plan acts. A plan that drops the token behind its first ones at each token (`drop_middle`) always
-acts the same, though, and has two forms of its own. In `SteadyEnds` the token joins, all is read, and the oldest behind
-the first ones goes, so that all that is read lies one slot further on. Under `rolling` the first ones are turned by
-what is missing behind them, as `attend.rolling` does, which stays the reference. All of it is the token's one call of
-C++ (`ops/cpu/step.h`). `SteadyCodes` is the same beside a codec: the first tokens and all behind them are segments of
-codes, and the newest tokens wait in the tail until they are a block. The oldest code behind the first tokens goes, so
-that one part is another one for the next token.
+acts the same, though, and has two forms of its own. In `FastPathOfEnds` the token joins, all is read, and the
+oldest behind the first ones goes, so that all that is read lies one slot further on. Under `rolling` the first ones are
+turned by what is missing behind them, as `attend.rolling` does, which stays the reference. All of it is the token's one
+call of C++ (`ops/cpu/step.h`). `FastPathOfCodes` is the same beside a codec: the first tokens and all behind them are
+segments of codes, and the newest tokens wait in the tail until they are a block. The oldest code behind the first
+tokens goes, so that one part is another one for the next token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kvtailor.attend.rolling import Rolling
 from kvtailor.attend.segments import Segments
-from kvtailor.engine.apply import waits_in_tail, without_first
+from kvtailor.engine.apply import count_waiting_in_tail, drop_first_slots
 from kvtailor.engine.engine import Engine
 from kvtailor.engine.observe import windowed
 from kvtailor.engine.phase import Compressing
@@ -49,40 +49,40 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FEWEST",
-    "SteadyCodes",
-    "SteadyEnds",
-    "SteadyLayer",
+    "FastPathOfCodes",
+    "FastPathOfEnds",
+    "FastPath",
     "acts_alike",
     "carried_part",
-    "general_way",
-    "goes_generally",
-    "steady_layer",
+    "slow_path",
+    "takes_slow_path",
+    "find_fast_path",
     "step_over_all",
 ]
 
 T = TypeVar("T")
 
-_GENERAL: ContextVar[bool] = ContextVar("kvtailor_general_way", default=False)
+_SLOW_PATH: ContextVar[bool] = ContextVar("kvtailor_slow_path", default=False)
 FEWEST = 2
 """Tokens before the next action, from which on it is worth while to work anything out."""
 
 
 @contextmanager
-def general_way() -> Iterator[None]:
-    """Let every decoded token go the general way within: to compare the two."""
-    token = _GENERAL.set(True)
+def slow_path() -> Iterator[None]:
+    """Let every decoded token take the slow path within: to compare the two."""
+    token = _SLOW_PATH.set(True)
     try:
         yield
     finally:
-        _GENERAL.reset(token)
+        _SLOW_PATH.reset(token)
 
 
-def goes_generally() -> bool:
-    """Return whether decoded tokens go the general way here, by `general_way`."""
-    return _GENERAL.get()
+def takes_slow_path() -> bool:
+    """Return whether decoded tokens take the slow path here, by `slow_path`."""
+    return _SLOW_PATH.get()
 
 
-class SteadyLayer:
+class FastPath:
     """One layer, as it is until the plan acts on it next.
 
     Attributes:
@@ -111,7 +111,7 @@ class SteadyLayer:
         return
 
     @classmethod
-    def of(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyLayer | None:
+    def of(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> FastPath | None:
         """Return the layer as it is after a decoded token; None where each token is more than that.
 
         Args:
@@ -120,19 +120,19 @@ class SteadyLayer:
             query_heads: q, of the layer's attention.
             visible: of the token; those that follow hide what it hides, and no more.
         """
-        if _GENERAL.get() or not engine.can_be_steady:
+        if _SLOW_PATH.get() or not engine.has_fast_path:
             return None
         if state.pending is not None or state.draft is not None:
             return None
         tail, model, segments = state.stored.tail, state.model, state.stored.segments
-        if segments and _same(segments, state.unsteady):
+        if segments and _same(segments, state.without_fast_path):
             return None
         if tail is None or not tail.length or not isinstance(engine.phase, Compressing) or engine.phase.windows_record:
             return None
         if model.latents is not None or state.clock.due or state.clock.reindex:
             return None
         parts = state.parts()
-        reading, left = engine.plan.attend.reads_steadily(state.index, parts), state.tokens_until_action(engine.plan)
+        reading, left = engine.plan.attend.read_on_fast_path(state.index, parts), state.tokens_until_action(engine.plan)
         if reading is None:
             return None
         if reading.up_to is not None:
@@ -153,7 +153,7 @@ class SteadyLayer:
         given = engine.given_dtype
         mass, pages = engine.needs.mass, reading.pages
         if used is None or TokenStep.unsuited(parts, mass=mass, pages=pages, given=given) is not None:
-            state.unsteady = _weakly(segments)
+            state.without_fast_path = _weakly(segments)
             return None
         layouts = [own.layout for own in map(stored_sides, parts) if own is not None]
         sees = [rule_sees(each, visible, 0, 1, newest=each is layouts[-1], device=keys.device) for each in layouts]
@@ -172,9 +172,9 @@ class SteadyLayer:
             given=given,
         )
         if not step.complete:
-            state.unsteady = _weakly(segments)
+            state.without_fast_path = _weakly(segments)
             return None
-        # The token after which the plan acts goes the general way.
+        # The token after which the plan acts takes the slow path.
         return cls(engine, state, step, None if left is None else left - 1)
 
     def holds(self, engine: Engine, state: LayerState) -> bool:
@@ -242,7 +242,7 @@ class SteadyLayer:
         return output
 
     def _grow(self, state: LayerState) -> None:
-        """Make room for more tokens, as the general way does where the tail is full."""
+        """Make room for more tokens, as the slow path does where the tail is full."""
         tail = state.stored.tail
         assert tail is not None
         tail.make_room()
@@ -289,7 +289,7 @@ def _same(things: Sequence[object], others: Sequence[weakref.ref[Any]]) -> bool:
     return len(things) == len(others) and all(a is b() for a, b in zip(things, others, strict=True))
 
 
-class SteadyEnds(SteadyLayer):
+class FastPathOfEnds(FastPath):
     """One layer that keeps its first tokens and the newest, as many at each token."""
 
     def __init__(self, engine: Engine, state: LayerState, step: TokenStep, ends: Ends, rotation: Rotation | None):
@@ -297,7 +297,7 @@ class SteadyEnds(SteadyLayer):
         self._ends, self._rotation = ends, rotation
 
     @classmethod
-    def of(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyEnds | None:
+    def of(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> FastPathOfEnds | None:
         plan, first, tail, model = engine.plan, engine.eviction.first, state.stored.tail, state.model
         if first is None or tail is None or not acts_alike(engine, state, visible):
             return None
@@ -317,7 +317,7 @@ class SteadyEnds(SteadyLayer):
         return None if step is None else cls(engine, state, step, ends, rotation)
 
     def holds(self, engine: Engine, state: LayerState) -> bool:
-        """Return the same as `SteadyLayer.holds`."""
+        """Return the same as `FastPath.holds`."""
         tail, clock = state.stored.tail, state.clock
         # What others hold as well is copied before its first tokens move.
         mine = tail is not None and not tail.shared
@@ -326,7 +326,7 @@ class SteadyEnds(SteadyLayer):
     def take(
         self, state: LayerState, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """Do as `SteadyLayer.take`, and let the oldest token behind the first ones go."""
+        """Do as `FastPath.take`, and let the oldest token behind the first ones go."""
         stored, ends = state.stored, self._ends
         tail = stored.tail
         assert tail is not None
@@ -355,7 +355,7 @@ def acts_alike(engine: Engine, state: LayerState, visible: Visibility) -> bool:
         visible: of that token.
     """
     plan, tail, clock = engine.plan, state.stored.tail, state.clock
-    if engine.eviction.first is None or plan.tokens is None or plan.slack_tokens != 0 or goes_generally():
+    if engine.eviction.first is None or plan.tokens is None or plan.slack_tokens != 0 or takes_slow_path():
         return False
     if type(plan.attend) not in (Rolling, Segments) or dispatch.forced() != "auto" or not visible.causal_only:
         return False
@@ -437,7 +437,7 @@ def _parts(whole: PlainSegment, first: int) -> list[PlainSegment]:
     ]
 
 
-class SteadyCodes(SteadyLayer):
+class FastPathOfCodes(FastPath):
     """One layer that keeps its first tokens and the newest, as many at each token, all but a few as codes."""
 
     def __init__(
@@ -447,12 +447,12 @@ class SteadyCodes(SteadyLayer):
         self._at, self._rotation = at, rotation
 
     @classmethod
-    def of(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyCodes | None:
+    def of(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> FastPathOfCodes | None:
         plan, first, tail, segments = engine.plan, engine.eviction.first, state.stored.tail, state.stored.segments
         if first is None or tail is None or not acts_alike(engine, state, visible):
             return None
-        block, at = waits_in_tail(plan, state.codec(plan)), 1 if first else 0
-        if not block or not engine.can_be_steady or engine.needs.mass or tail.start is None or len(segments) <= at:
+        block, at = count_waiting_in_tail(plan, state.codec(plan)), 1 if first else 0
+        if not block or not engine.has_fast_path or engine.needs.mass or tail.start is None or len(segments) <= at:
             return None
         parts = state.parts()
         if sum(part.layout.size for part in parts) >= state.stored.seen:
@@ -475,18 +475,18 @@ class SteadyCodes(SteadyLayer):
         return None if step is None else cls(engine, state, step, left, at, rotation)
 
     def holds(self, engine: Engine, state: LayerState) -> bool:
-        """Return the same as `SteadyLayer.holds`."""
+        """Return the same as `FastPath.holds`."""
         clock = state.clock
         return clock.growth == 0 and clock.evict_at == 0 and super().holds(engine, state)
 
     def take(
         self, state: LayerState, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """Do as `SteadyLayer.take`, and let the oldest code behind the first ones go."""
+        """Do as `FastPath.take`, and let the oldest code behind the first ones go."""
         output = super().take(state, query, keys, values, sinks)
         stored, clock, at = state.stored, state.clock, self._at
         clock.growth, clock.settled_seen = 0, stored.seen
-        segment = stored.segments[at] = without_first(stored.segments[at], 1)
+        segment = stored.segments[at] = drop_first_slots(stored.segments[at], 1)
         self._segments[at] = weakref.ref(segment)
         self.step.exchange(at, segment)
         if self._rotation is not None:
@@ -509,8 +509,8 @@ class SteadyCodes(SteadyLayer):
         self.step.exchange(0, part)
 
 
-def steady_layer(engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyLayer | None:
-    """Return a layer as it is after a decoded token, of the first kind that it can be; see `SteadyLayer.of`."""
-    kinds = (SteadyLayer,) if engine.eviction.first is None else (SteadyCodes, SteadyEnds, SteadyLayer)
+def find_fast_path(engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> FastPath | None:
+    """Return a layer as it is after a decoded token, of the first kind that it can be; see `FastPath.of`."""
+    kinds = (FastPath,) if engine.eviction.first is None else (FastPathOfCodes, FastPathOfEnds, FastPath)
     made = (kind.of(engine, state, query_heads, visible) for kind in kinds)
     return next((each for each in made if each is not None), None)

@@ -1,59 +1,59 @@
-"""The short way of a decoded token through a compressed layer, where nothing but the token is new."""
+"""The fast path of a decoded token through a compressed layer, where nothing but the token is new."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from kvtailor.engine.fast_path import FastPath
 from kvtailor.engine.state import LayerState
-from kvtailor.engine.steady import SteadyLayer
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.mask import LazyMask
 
-__all__ = ["TakesSteadily"]
+__all__ = ["WithFastPath"]
 
 
-class TakesSteadily:
-    """A layer that has the short way.
+class WithFastPath:
+    """A layer that has the fast path.
 
     Attributes:
         guard: of the cache.
         state: what the layer holds.
         layer_idx: of the model.
         arriving: see `CompressedLayer`.
-        arriving_for: what `steady` was when these came, if they are of its shape and dtype.
+        arriving_for: what `fast_path` was when these came, if they are of its shape and dtype.
         recorded_after: tokens that had been seen when recording began, until the forward after that; else 0.
-        steady: what the next decoded token needs, while the layer stays what it is; None where it must be worked out.
+        fast_path: what the next decoded token needs, while the layer stays what it is; None: to be worked out.
     """
 
     guard: CacheGuard
     state: LayerState
     layer_idx: int
     arriving: tuple[Tensor, Tensor] | None
-    arriving_for: SteadyLayer | None = None
+    arriving_for: FastPath | None = None
     recorded_after: int = 0
-    steady: SteadyLayer | None = None
+    fast_path: FastPath | None = None
 
-    def attend_steadily(self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor | None:
+    def attend_on_fast_path(self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor | None:
         """Return the attention (b, 1, q, dv) of a decoded token, where the layer is as it was after the last one.
 
-        None where anything is otherwise; nothing has changed then, and `CompressedLayer.attend` is the general way.
+        None where anything is otherwise; nothing has changed then, and `CompressedLayer.attend` is the slow path.
 
         Args:
             query: (b, q, t, d) post-RoPE, as the model gives it.
             mask: of the model.
             scaling: the model's own factor before the softmax.
         """
-        steady, state, guard, new = self.steady, self.state, self.guard, self.arriving
+        fast_path, state, guard, new = self.fast_path, self.state, self.guard, self.arriving
         if (
-            steady is None
+            fast_path is None
             or new is None
-            or steady is not self.arriving_for
+            or fast_path is not self.arriving_for
             or query.requires_grad
             or torch.is_autocast_enabled(query.device.type)
         ):
             return None
-        step, softmax = steady.step, state.model.softmax
+        step, softmax = fast_path.step, state.model.softmax
         if not step.asks(query) or scaling != step.scaling:
             return None
         visible = _that_goes_on(mask, query, state.stored.seen, guard, self.layer_idx)
@@ -64,14 +64,14 @@ class TakesSteadily:
             or guard.observers
             or self.recorded_after
             or torch.get_num_threads() != step.threads
-            or not steady.holds(guard.engine, state)
+            or not fast_path.holds(guard.engine, state)
         ):
-            self.steady = None
+            self.fast_path = None
             return None
         guard.attention_begins(self.layer_idx, changing=True)
         self.arriving = None
         guard.take_padding(self.layer_idx, visible)
-        output = steady.take(state, query, *new, softmax.sinks)
+        output = fast_path.take(state, query, *new, softmax.sinks)
         guard.layer_ends(self.layer_idx)
         return output
 

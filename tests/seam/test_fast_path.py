@@ -1,4 +1,4 @@
-"""The short way of a decoded token gives what the general way gives, for every plan, and ends when anything changes."""
+"""The fast path of a decoded token gives what the slow path gives, for every plan, and ends when anything changes."""
 
 import copy
 import weakref
@@ -8,7 +8,7 @@ import torch
 
 import kvtailor
 from kvtailor.engine.engine import Engine
-from kvtailor.engine.steady import SteadyLayer, general_way
+from kvtailor.engine.fast_path import FastPath, slow_path
 from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.cpu.library import library
 from kvtailor.ops.dispatch import using
@@ -19,11 +19,11 @@ from tests.support.every_plan import every_plan, first_of_each_method
 from tests.support.seam.zoo import ROUNDING, VOCABULARY, build, error, prompts
 from tests.support.sharp_model import sharp_model
 
-pytestmark = pytest.mark.skipif(library() is None, reason="there are no C++ kernels, and so no short way")
+pytestmark = pytest.mark.skipif(library() is None, reason="there are no C++ kernels, and so no fast path")
 # A model on the CPU has no host to go to.
 CASES = {case: plan for case, plan in every_plan().items() if not case.startswith("store: host")}
 DEFAULT = {*first_of_each_method()} | {case for case in CASES if case.startswith("preset: ")}
-# Of these nearly every token takes the short way.
+# Of these nearly every token takes the fast path.
 SHORT = (
     "full",
     "snapkv(window=6) @ tokens=24",
@@ -104,7 +104,7 @@ def _calibrated(tmp_path_factory):
 def taken(monkeypatch):
     """How many tokens of layers went either way."""
     found = {"short": 0, "general": 0}
-    short, general = SteadyLayer.take, Engine.attend
+    short, general = FastPath.take, Engine.attend
 
     def count_short(self, *args, **more):
         found["short"] += 1
@@ -114,7 +114,7 @@ def taken(monkeypatch):
         found["general"] += 1
         return general(self, *args, **more)
 
-    monkeypatch.setattr(SteadyLayer, "take", count_short)
+    monkeypatch.setattr(FastPath, "take", count_short)
     monkeypatch.setattr(Engine, "attend", count_general)
     return found
 
@@ -140,7 +140,7 @@ def decoded(model, plan, *, rows=2, prompt=70, steps=24, between=None):
 
 
 def check(model, plan, most=2e-5, **how):
-    with general_way():
+    with slow_path():
         tokens, logits, cache = decoded(model, plan, **how)
     other_tokens, other_logits, other = decoded(model, plan, **how)
     assert all(torch.equal(a, b) for a, b in zip(tokens, other_tokens, strict=True))
@@ -220,7 +220,7 @@ def test_the_bits_are_the_same(plan, dtype):
 def test_chosen_pages_take_it_too(plan, dtype, taken):
     model = sharp_model(dtype, VOCABULARY)
     check(model, plan, most=1e-12, rows=3, prompt=63, steps=40)
-    # The prompt, the token after it and those at which a block is stored go the general way, and their successors.
+    # The prompt, the token after it and those at which a block is stored take the slow path, and their successors.
     assert taken["short"] >= 33 * 2 and taken["general"] <= (41 + 8) * 2
     taken.update(short=0)
     cache = decoded(model, plan, rows=1, steps=9)[2]
@@ -237,7 +237,7 @@ def test_chosen_pages_end_it_where_a_layer_changes_or_padding_is_hidden(plan, ta
     for change in (crop, deep_copy, swap, repeat):
         check(model, plan, between=between_with(change))
     assert taken["short"]
-    with general_way():
+    with slow_path():
         _, logits, cache = padded(model, plan)
     taken.update(short=0)
     _, other_logits, other = padded(model, plan)
@@ -267,7 +267,7 @@ def padded(model, plan, steps=24, hide=None):
 @pytest.mark.parametrize("plan", [*SHORT[:3], *SHORT[4:7]])
 def test_padded_batches_take_it_too(plan, taken):
     model = build("llama")
-    with general_way():
+    with slow_path():
         tokens, logits, cache = padded(model, plan)
     assert not taken["short"]
     taken["general"] = 0
@@ -282,7 +282,7 @@ def test_padded_batches_take_it_too(plan, taken):
 def test_a_token_that_is_hidden_later_is_not_read(taken):
     """Row 0 has no padding there, so that only the mask of this forward says it."""
     model = build("llama")
-    with general_way():
+    with slow_path():
         _, logits, _ = padded(model, "full", hide=(12, 30))
     _, other, _ = padded(model, "full", hide=(12, 30))
     _, seeing, _ = padded(model, "full")
@@ -348,7 +348,7 @@ def test_a_copy_and_its_original_go_on_apart(taken):
         model((token + 1) % VOCABULARY if each is other else token, **hand_cache(each))
         model(token, **hand_cache(each))
     again = decoded(model, plan, steps=5)[2]
-    with general_way():
+    with slow_path():
         model(token, **hand_cache(again))
         model(token, **hand_cache(again))
     for state, reference in zip(cache.engine.states, again.engine.states, strict=True):
