@@ -20,7 +20,7 @@ import torch
 
 from kvtailor.lmcache_serde import Deserializer, Serializer
 
-PLANS = ("fp8", "kivi4", "vector(bits=4)", "turboquant4", "nvfp4", "ggml(type=q4_0)", "kivi2")
+PLANS = ("fp8", "kivi4", "vector(bits=4)", "hadamard(of=gaussian, signs=0)", "nvfp4", "ggml(type=q4_0)", "kivi2")
 
 
 def main() -> None:
