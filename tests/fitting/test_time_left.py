@@ -10,18 +10,33 @@ def test_before_the_first_step_it_is_the_timed_one_times_all():
 
 
 def test_the_pace_is_that_of_steps_so_far_and_stages_left_out_do_not_count():
-    left = TimeLeft({"a": 20.0, "b": 80.0, "c": 40.0}, 0.5)
-    left.begin("a", 20)
-    for _ in range(15):
+    left = TimeLeft({"a": 100.0, "b": 80.0, "c": 40.0}, 0.5)
+    left.begin("a", 100)
+    for _ in range(65):
         left.step(2.0)
-    # 5 of this stage are left; a stage may end before its steps are done.
-    assert left.pace == 2.0 and left.left == 2.0 * (5 + 80 + 40)
+    # 35 of this stage are left; a stage may end before its steps are done.
+    assert left.pace == 2.0 and left.left == 2.0 * (35 + 80 + 40)
     left.end()
     assert left.left == 2.0 * 120
     left.begin("c", 10)
     assert left.left == 2.0 * 40, "b was left out"
     left.step(8.0)
     assert left.left == 2.0 * 36, "a step of this stage is worth four units"
+
+
+def test_a_short_stage_of_dear_steps_says_nothing_of_a_long_one():
+    """Seen on SmolLM2: fifteen first plans at five times the pace made 54 minutes into four hours and a half."""
+    left = TimeLeft({"first": 15.0, "layers": 1350.0}, 1.0)
+    left.begin("first", 15)
+    for _ in range(12):
+        left.step(6.0)
+    assert left.left == 6.0 * 3 + 1350
+    left.end()
+    assert left.left == 1350
+    left.begin("layers", 1350)
+    for _ in range(100):
+        left.step(0.8)
+    assert abs(left.left - 0.8 * 1250) < 1e-6
 
 
 def test_steps_that_were_known_before_tell_no_pace():

@@ -12,56 +12,68 @@ _KNOWN = 0.05
 _NEWEST = 40
 """Steps whose pace is that of the rest."""
 _ENOUGH = 10.0
-"""Units after which the pace is that of this run and no longer that of the one step that was timed before it."""
+"""Units of a stage after which its own pace is known."""
+_MANY = 60.0
+"""Units of a stage after which its pace is also that of the stages to come. The first stages of a fit are a few plans of
+all kinds that prefill each piece, at several times the pace of what follows."""
 
 
 @dataclass
 class TimeLeft:
-    """How long the rest of a fit takes, at the pace of its newest steps.
+    """How long the rest of a fit takes: the open stage at the pace of its newest steps, the others at a typical one.
 
     Attributes:
         stages: to come, each with its units, see `bench.stages.Progress.expect`.
-        seconds: of a unit, as it was timed before the first; None: not known.
+        seconds: of a unit, as it was timed before the first, and then as a long stage had it; None: not known.
     """
 
     stages: dict[str, float]
     seconds: float | None
-    _open: dict[str, tuple[float, float]] = field(default_factory=dict)
-    # Of the newest steps, seconds and units: the first ones of a fit prefill the pieces that later ones find.
+    _open: str | None = None
+    _unit: float = 1.0  # units of one step of the open stage
+    # Of the newest steps of the open stage, seconds and units: the first ones prefill the pieces that later ones find.
     _paces: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_NEWEST))
+    _measured: float = 0.0  # units of the open stage that were not known before
 
     def begin(self, name: str, steps: int) -> None:
         """Take that a stage begins: stages that stand before it are over, or were left out."""
         if name in self.stages:
             for before in list(self.stages)[: list(self.stages).index(name)]:
                 del self.stages[before]
-            # What is left of it, and the units of one of its steps.
-            self._open = {name: (self.stages[name], self.stages[name] / max(1, steps))}
+            self._open, self._unit = name, self.stages[name] / max(1, steps)
+            self._paces.clear()
+            self._measured = 0.0
 
     def step(self, seconds: float) -> None:
         """Take that a step of the open stage is done."""
-        for name, (left, unit) in self._open.items():
-            self.stages[name] = max(0.0, left - unit)
-            self._open[name] = self.stages[name], unit
-            pace = self.pace
-            if pace is None or seconds > _KNOWN * pace * unit:
-                self._paces.append((seconds, unit))
+        if self._open is None:
+            return
+        self.stages[self._open] = max(0.0, self.stages[self._open] - self._unit)
+        pace = self.pace
+        if pace is None or seconds > _KNOWN * pace * self._unit:
+            self._paces.append((seconds, self._unit))
+            self._measured += self._unit
+        if self._measured >= _MANY or self.seconds is None:
+            self.seconds = self.pace
 
     def end(self) -> None:
         """Take that the open stage is over."""
-        for name in self._open:
-            self.stages.pop(name, None)
-        self._open = {}
+        if self._open is not None:
+            del self.stages[self._open]
+        self._open = None
 
     @property
     def pace(self) -> float | None:
-        """Seconds of a unit."""
+        """Seconds of a unit of the open stage."""
         units = sum(unit for _, unit in self._paces)
-        if units >= _ENOUGH or (self.seconds is None and units):
+        if self._open is not None and (units >= _ENOUGH or (self.seconds is None and units)):
             return sum(seconds for seconds, _ in self._paces) / units
         return self.seconds
 
     @property
     def left(self) -> float | None:
-        """Seconds that all that is left takes at this pace; None where no pace is known."""
-        return None if self.pace is None else self.pace * sum(self.stages.values())
+        """Seconds that all that is left takes; None where no pace is known."""
+        if self.seconds is None or self.pace is None:
+            return None
+        here = self.stages[self._open] if self._open is not None else 0.0
+        return self.pace * here + self.seconds * (sum(self.stages.values()) - here)
