@@ -76,7 +76,7 @@ PAIRS = (
     Pair("KVzipPress(C, kvzip_plus_normalization=True)", "kvzip_plus", "words of the instruction are each side's own"),
     Pair("KVComposePress(C)", "kvcompose", "there the context is repeated without an instruction, which ours has"),
     Pair("LeverageScorePress(C)", "leverage", "the sketch is random: each side draws its own"),
-    Pair("NonCausalAttnPress(C)", "noncausal"),
+    Pair("NonCausalAttnPress(C)", "noncausal", "a last chunk of fewer than 256 tokens: there missing ones take part"),
     Pair("CompactorPress(C)", "compactor", "the sketch is random: each side draws its own"),
     Pair("CURPress(C)", "cur"),
     Pair("CapPress(C)", "capkv"),
@@ -327,7 +327,8 @@ def lines(record: dict[str, Any]) -> Iterator[str]:
         cells = [_loss(theirs_, there["full"]), _loss(ours_, full), _needles(theirs_, count), _needles(ours_, count)]
         share = f"{100 * ours_['bytes'] / full['bytes']:.1f} %" if "bytes" in ours_ else "-"
         said = press if press in ("none", "-") else f"`{press}`"
-        why = cause if theirs_ is not None and "error" not in theirs_ and cells[0] != cells[1] else ""
+        differs = cells[0] != cells[1] or cells[2] != cells[3]
+        why = cause if theirs_ is not None and "error" not in theirs_ and differs else ""
         if theirs_ is not None and "error" in theirs_:
             why = f"there: {theirs_['error']}"
         yield f"| {said} | `{plan}` | {' | '.join(cells)} | {share} | {why} |"

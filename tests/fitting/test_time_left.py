@@ -58,9 +58,21 @@ def test_steps_that_prefill_are_no_pace_of_those_that_find_their_prompts():
     assert left.pace == 1.0 and left.left == 120.0
 
 
-def test_a_stage_that_nobody_announced_changes_nothing():
+def test_a_stage_that_nobody_announced_has_a_time_from_its_first_step_on():
+    """Seen on SmolLM2: the times of a token ran for minutes with "about 1 s left of all"."""
     left = TimeLeft({"a": 10.0}, 1.0)
     left.begin("other", 3)
+    assert left.left is None
     left.step(100.0)
+    assert left.left == 2 * 100.0 + 10.0
     left.end()
-    assert left.left == 10.0
+    assert left.left == 10.0, "its steps are none of the others'"
+
+
+def test_the_last_stage_has_none_behind_it():
+    left = TimeLeft({"a": 1.0}, None)
+    left.begin("a", 1)
+    left.step(2.0)
+    assert left.left == 0.0
+    left.end()
+    assert left.left == 0.0

@@ -31,18 +31,25 @@ class TimeLeft:
     seconds: float | None
     _open: str | None = None
     _unit: float = 1.0  # units of one step of the open stage
+    _expected: bool = True  # the open stage was among `stages`; else a step of it is of no known length
     # Of the newest steps of the open stage, seconds and units: the first ones prefill the pieces that later ones find.
     _paces: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_NEWEST))
     _measured: float = 0.0  # units of the open stage that were not known before
 
     def begin(self, name: str, steps: int) -> None:
-        """Take that a stage begins: stages that stand before it are over, or were left out."""
-        if name in self.stages:
+        """Take that a stage begins: stages that stand before it are over, or were left out.
+
+        Of a stage that was not among those to come, nothing is known before its first step.
+        """
+        self._expected = name in self.stages
+        if self._expected:
             for before in list(self.stages)[: list(self.stages).index(name)]:
                 del self.stages[before]
-            self._open, self._unit = name, self.stages[name] / max(1, steps)
-            self._paces.clear()
-            self._measured = 0.0
+        else:
+            self.stages = {name: float(steps), **self.stages}
+        self._open, self._unit = name, self.stages[name] / max(1, steps)
+        self._paces.clear()
+        self._measured = 0.0
 
     def step(self, seconds: float) -> None:
         """Take that a step of the open stage is done."""
@@ -53,7 +60,7 @@ class TimeLeft:
         if pace is None or seconds > _KNOWN * pace * self._unit:
             self._paces.append((seconds, self._unit))
             self._measured += self._unit
-        if self._measured >= _MANY or self.seconds is None:
+        if self._expected and (self._measured >= _MANY or self.seconds is None):
             self.seconds = self.pace
 
     def end(self) -> None:
@@ -64,16 +71,18 @@ class TimeLeft:
 
     @property
     def pace(self) -> float | None:
-        """Seconds of a unit of the open stage."""
+        """Seconds of a unit of the open stage; None where it is not known."""
         units = sum(unit for _, unit in self._paces)
-        if self._open is not None and (units >= _ENOUGH or (self.seconds is None and units)):
+        known = self.seconds if self._expected else None
+        if self._open is not None and (units >= _ENOUGH or (known is None and units)):
             return sum(seconds for seconds, _ in self._paces) / units
-        return self.seconds
+        return known
 
     @property
     def left(self) -> float | None:
         """Seconds that all that is left takes; None where no pace is known."""
-        if self.seconds is None or self.pace is None:
-            return None
         here = self.stages[self._open] if self._open is not None else 0.0
-        return self.pace * here + self.seconds * (sum(self.stages.values()) - here)
+        behind = sum(self.stages.values()) - here
+        if (here and self.pace is None) or (behind and self.seconds is None):
+            return None
+        return (self.pace or 0.0) * here + (self.seconds or 0.0) * behind

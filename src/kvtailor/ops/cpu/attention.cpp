@@ -83,6 +83,8 @@ bool keys_coarse(const Side& side) {
 #if defined(__AVX512VNNI__)
   if (has_levels(side)) return blocks_coarse(side) || (levels_coarse(side) && side.size <= MOST_SHORT / 2);
   return keys_fused(side) && side.scales != FLOAT32 && side.size <= MOST_SHORT;
+#elif defined(INTEGER_PRODUCTS)
+  return !has_levels(side) && keys_fused(side) && side.scales != FLOAT32 && side.size <= MOST_SHORT && folds(side) == 1;
 #else
   return false;
 #endif
@@ -125,7 +127,7 @@ bool in_one_row(const Side& side, int64_t slots, bool starts) {
 }
 
 // Floats that a row's query takes as whole numbers.
-#if defined(__AVX512VNNI__)
+#if defined(INTEGER_PRODUCTS)
 constexpr int64_t OF_CUT = sizeof(CutQuery) / sizeof(float);
 #else
 constexpr int64_t OF_CUT = 0;
@@ -301,7 +303,7 @@ struct Piece {
         sums_at[r] += scaled;
       }
     }
-#if defined(__AVX512VNNI__)
+#if defined(INTEGER_PRODUCTS)
     if (tables.cut_keys && tables.keys.kind == TOKEN_CODES)
       for (int64_t r = 0; r < rows; r++) cut_query(r).fill(query + r * wide, wide, tables.keys.bits);
 #endif
@@ -496,15 +498,15 @@ struct Piece {
     });
   }
 
-#if defined(__AVX512VNNI__)
+#if defined(INTEGER_PRODUCTS)
   CutQuery& cut_query(int64_t r) const { return ((CutQuery*)cut)[r]; }
 #endif
 
   // Products of rows with codes as they lie. Where they are taken in integers, `cut_query` has the rows.
   void products_of_codes(const float* asked, int64_t first, int64_t count, float* to) const {
     const Side& keys = tables.keys;
-#if defined(__AVX512VNNI__)
-    if (tables.cut_keys) return products_in_bytes(&cut_query(0), rows, keys, data(keys, first), count, to);
+#if defined(INTEGER_PRODUCTS)
+    if (tables.cut_keys) return products_in_integers(&cut_query(0), rows, keys, data(keys, first), count, to);
 #endif
     with_codes(keys, [&](auto codes) {
       products<decltype(codes)>(Rows{asked, tables.wide_keys}, rows, data(keys, first), keys.slot_bytes, count, to, BLOCK);
@@ -523,7 +525,7 @@ struct Piece {
   // Makes queries for a run of tokens. Gives the sum of row r times the minima.
   float fold(int64_t r, const float* step, const float* low) const {
     const int64_t wide = tables.wide_keys;
-#if defined(__AVX512VNNI__)
+#if defined(INTEGER_PRODUCTS)
     if (tables.cut_keys) return cut_query(r).fill_times(query + r * wide, step, low, wide, tables.keys.bits);
 #endif
     F added{};

@@ -5,6 +5,8 @@
 
 #if defined(__AVX512VNNI__)
 #include "integers.h"
+#elif defined(INTEGER_PRODUCTS)
+#include "short_products.h"
 #endif
 
 // Sums of R rows' queries times the codes of W / R tokens; tokens past `count` repeat the last.
@@ -145,9 +147,12 @@ inline void sums_from(const float* weights, int64_t apart, const char* codes, in
 template <class C, int R>
 void sums_rows(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
                const Scales& scales, float* out, int64_t size) {
-#if defined(__AVX512VNNI__)
-  if constexpr (C::BYTES == sizeof(U) && C::BITS_OF > 2 && !C::LEVELS)
+#if defined(INTEGER_PRODUCTS)
+  // With VNNI, codes of 2 bits are summed as token_lanes.h does it.
+  if constexpr (C::BYTES == sizeof(U) && (C::BITS_OF > 2 || W == 8) && !C::LEVELS)
     if (scales.coarse) return short_sums<C, R>(weights, apart, codes, stride, count, scales, out, size);
+#endif
+#if defined(__AVX512VNNI__)
   if constexpr (C::BYTES == sizeof(U) && C::LEVELS && !C::OF_BLOCKS)
     if (scales.coarse) return short_level_sums<C, R>(weights, apart, codes, stride, count, scales, out, size);
 #endif

@@ -4,53 +4,12 @@
 // codes themselves have lost. A sum less itself is 0, and NaN where something was no number: so it stays none.
 #pragma once
 
-#include "plain.h"
-#include "words.h"
-
-constexpr int64_t MOST_SHORT = 512;
-constexpr int64_t MOST_CUT = 32639;  // its high byte, rounded, is 127
-
-// What makes a query's numbers at most `most`, and what makes them as large again.
-struct Scaled {
-  float up, back;
-};
-
-inline float float_of_bits(int32_t bits) {
-  float x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-// Of the largest absolute value so far, of each lane, as whole numbers: what is no finite number is the largest of all.
-inline I largest_bits(I so_far, F x) { return (I)_mm512_max_epi32((__m512i)so_far, (__m512i)((I)x & 0x7fffffff)); }
-
-inline Scaled scaled_by(I bits, int64_t most) {
-  const float high = float_of_bits(_mm512_reduce_max_epi32((__m512i)bits));
-  // Less itself it is 0, or no number.
-  return {high > 0 ? (float)most / high : 0.f, high / (float)most + (high - high)};
-}
-
-inline Scaled scaled(const float* query, int64_t size, int64_t most) {
-  I top{};
-  for (int64_t c = 0; c < size; c += W) top = largest_bits(top, load<F>(query + c));
-  return scaled_by(top, most);
-}
+#include "shorts.h"
 
 // Adds to each lane two products of 16-bit numbers. By name: of the intrinsic GCC 12 copies the sum at every product, and
 // puts some on the stack.
 inline void add_pairs(__m512i& sum, __m512i codes, __m512i numbers) {
   asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(numbers));
-}
-
-// The same two numbers for every lane.
-template <class V> inline void add_pairs(V& sum, __m512i codes, const void* numbers) {
-  asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const int32_t(*)[1])numbers));
-}
-
-inline I numbered() {
-  I each;
-  UNROLLED for (int i = 0; i < W; i++) each[i] = i;
-  return each;
 }
 
 // Several rows: codes as 16 bits, two products to a lane of an operation. Of each kind of codes those of even bytes of a
@@ -217,101 +176,6 @@ APART PLAIN_LOOPS void short_level_products(Rows rows, const char* codes, int64_
   }
 }
 
-// Weighted sums of codes: a lane takes the same channel of two tokens. A row's weights, times the steps of their tokens,
-// become 15 bits of their own scale for each block, so that no sum over a block can overflow.
-struct Weights {
-  alignas(64) int16_t of_tokens[BLOCK];
-  float scale, base;  // a sum of codes times `scale`, plus `base`, is the sum of values
-
-  // `step` and `low` by token; low null: codes are symmetric around `zero`, from which rounding is counted in any case.
-  // Numbers add up to at most `room`.
-  APART void fill(const float* weights, const float* step, const float* low, float zero, int64_t count,
-                  float room = 1e9f) {
-    float stepped[BLOCK];
-    F top{}, total{}, lows{};
-    for (int64_t t = 0; t < count; t += W) {
-      const I inside = numbered() < (int32_t)(count - t);
-      const F weight = load<F>(weights + t), x = inside ? weight * load<F>(step + t) : F{};
-      store(stepped + t, x);
-      top = larger(x, top), total += x;
-      if (low) lows += inside ? weight * load<F>(low + t) + x * zero : F{};
-    }
-    const float high = highest(top), whole = sum(total), least = whole / room * (float)MOST_CUT;
-    const float most = high > least ? high : least, up = high > 0 ? (float)MOST_CUT / most : 0.f;
-    U numbers{};
-    for (int64_t t = 0; t < count; t += W) {
-      const __m512i rounded = _mm512_maskz_cvtps_epi32(0xffff, (__m512)(load<F>(stepped + t) * up));
-      _mm256_store_si256((__m256i*)(of_tokens + t), _mm512_maskz_cvtepi32_epi16(0xffff, rounded));
-      numbers += (U)rounded;
-    }
-    scale = most / (float)MOST_CUT + (whole - whole);
-    base = sum(lows) - zero * scale * sum(__builtin_convertvector((I)numbers, F));
-  }
-};
-
-// Steps or minima of one group of each token. W floats behind what is written, and behind what is read, are scratch.
-APART void of_group(const float* from, int64_t groups, int64_t group, int64_t count, float* to) {
-  if (groups == 2 || groups == 4) {
-    const I every = numbered() * (int32_t)groups + (int32_t)group;
-    for (int64_t t = 0; t < count; t += groups == 2 ? W : W / 2, from += 2 * W)
-      store(to + t, (F)_mm512_permutex2var_ps((__m512)load<F>(from), (__m512i)every, (__m512)load<F>(from + W)));
-  } else {
-    for (int64_t t = 0; t < count; t++) to[t] = from[t * groups + group];
-  }
-}
-
-template <class C, int R, int M, int FIRST>
-inline void short_sums_of(const Weights* const* of, const char* codes, int64_t stride, int64_t count,
-                          const char*& next, float* out, int64_t size, const int16_t* levels = nullptr) {
-  constexpr int HALF = C::N / 2, KINDS = C::KINDS;
-  constexpr uint32_t MASK = (1u << C::BITS_OF) - 1;
-  __m512i sum_of[R][M];
-  UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int i = 0; i < M; i++) sum_of[r][i] = __m512i{};
-  for (int64_t t = 0; t < count; t += 2, codes += 2 * stride) {
-    const char* other = t + 1 < count ? codes + stride : codes;
-    const U a = C::words(codes), b = C::words(other);
-    ask<2 * C::BYTES * M / C::N>(next);
-    const U low = (a & 0xffff) | (b << 16), high = (a >> 16) | (b & 0xffff0000u);
-    UNROLLED for (int i = 0; i < M; i++) {
-      const int k = FIRST + i;
-      U both = (k < HALF ? low : high) >> (k % HALF * C::BITS_OF);
-      if constexpr (C::LEVELS) both = (U)_mm512_permutexvar_epi16((__m512i)both, _mm512_load_si512(levels));
-      else both &= MASK | MASK << 16;
-      UNROLLED for (int r = 0; r < R; r++)
-        add_pairs(sum_of[r][i], (__m512i)both, of[r * KINDS + k % KINDS]->of_tokens + t);
-    }
-  }
-  UNROLLED for (int r = 0; r < R; r++)
-    UNROLLED for (int i = 0; i < M; i++) {
-      const Weights& mine = *of[r * KINDS + (FIRST + i) % KINDS];
-      float* to = out + r * size + (FIRST + i) * W;
-      store(to, load<F>(to) + (__builtin_convertvector((I)sum_of[r][i], F) * mine.scale + mine.base));
-    }
-}
-
-template <class C, int R>
-void short_sums(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
-                const Scales& scales, float* out, int64_t size) {
-  Weights all_of[R * MOST_GROUPS];
-  float step[BLOCK + W], low[BLOCK + W];
-  for (int64_t i = 0; i < scales.groups; i++) {
-    of_group(scales.step, scales.groups, i, count, step);
-    if (scales.low) of_group(scales.low, scales.groups, i, count, low);
-    for (int r = 0; r < R; r++)
-      all_of[r * scales.groups + i].fill(weights + r * apart, step, scales.low ? low : nullptr, scales.zero, count);
-  }
-  const char* next = codes + VALUES_AHEAD;
-  for (int64_t c = 0, v = 0; c < size; c += C::N * W, v++, codes += C::BYTES) {
-    const Weights* of[R * C::KINDS];
-    for (int r = 0; r < R; r++)
-      for (int kind = 0; kind < C::KINDS; kind++)
-        of[r * C::KINDS + kind] = all_of + r * scales.groups + (scales.groups > 1 ? scales.lanes[(v * C::KINDS + kind) * W] : 0);
-    constexpr int M = C::N < W / R ? C::N : W / R;
-    short_sums_of<C, R, M, 0>(of, codes, stride, count, next, out + c, size);
-    if constexpr (M < C::N) short_sums_of<C, R, M, M>(of, codes, stride, count, next, out + c, size);
-  }
-}
-
 // Whole levels of values, and tokens at once: so many numbers of 16 bits, or fewer, that no sum can overflow.
 constexpr int64_t MOST_OF_VALUES = 4096, SHORT_RUN = 128;
 constexpr float ROOM = (float)(0x7fffffff / MOST_OF_VALUES - SHORT_RUN);
@@ -333,10 +197,7 @@ APART PLAIN_LOOPS void short_level_sums(const float* weights, int64_t apart, con
       for (int kind = 0; kind < C::KINDS; kind++) of[r * C::KINDS + kind] = all_of + r;
     }
     for (int64_t c = 0, v = 0; c < size; c += C::N * W, v++) {
-      constexpr int M = C::N < W / R ? C::N : W / R;
-      const char* from = codes + v * C::BYTES;
-      short_sums_of<C, R, M, 0>(of, from, stride, some, next, out + c, size, levels);
-      if constexpr (M < C::N) short_sums_of<C, R, M, M>(of, from, stride, some, next, out + c, size, levels);
+      short_sums_from<C, R>(of, codes + v * C::BYTES, stride, some, next, out + c, size, levels);
     }
   }
 }

@@ -208,7 +208,7 @@ inline void products_of_tokens(const CutQuery* asked, const Side& side, const ch
 }
 
 // Products of the rows' queries with `count` tokens from `codes` on; `to` has BLOCK floats for each row.
-inline void products_in_bytes(const CutQuery* asked, int64_t rows, const Side& side, const char* codes, int64_t count,
+inline void products_in_integers(const CutQuery* asked, int64_t rows, const Side& side, const char* codes, int64_t count,
                               float* to) {
   in_rows(rows, [&](auto some, int64_t r) {
     constexpr int R = decltype(some)::ROWS;

@@ -18,6 +18,11 @@ constexpr int W = 8;
 constexpr int W = 4;
 #endif
 
+// Which form of products in integers there is: see integers.h and short_products.h.
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define INTEGER_PRODUCTS
+#endif
+
 typedef float F __attribute__((vector_size(W * 4)));
 typedef int32_t I __attribute__((vector_size(W * 4)));
 typedef uint32_t U __attribute__((vector_size(W * 4)));

@@ -1,0 +1,198 @@
+// Weighted sums of packed codes in integers: weights of 16 bits, two products to a lane of an operation.
+//
+// On processors with VNNI one operation multiplies and adds, on those with AVX2 two do, which still spares a number in
+// floating point for each code. What other integer products share stands here, too.
+#pragma once
+
+#include "plain.h"
+#include "words.h"
+
+#if defined(__AVX512F__)
+typedef __m512i Words;
+#else
+typedef __m256i Words;
+#endif
+
+constexpr int64_t MOST_SHORT = 512;
+constexpr int64_t MOST_CUT = 32639;  // its high byte, rounded, is 127
+
+// What makes a query's numbers at most `most`, and what makes them as large again.
+struct Scaled {
+  float up, back;
+};
+
+inline float float_of_bits(int32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// Of the largest absolute value so far, of each lane, as whole numbers: what is no finite number is the largest of all.
+inline I largest_bits(I so_far, F x) {
+  const I mine = (I)x & 0x7fffffff;
+  return so_far > mine ? so_far : mine;
+}
+
+inline Scaled scaled_by(I bits, int64_t most) {
+#if defined(__AVX512F__)
+  const int32_t most_bits = _mm512_reduce_max_epi32((__m512i)bits);
+#else
+  int32_t most_bits = 0;
+  UNROLLED for (int i = 0; i < W; i++) most_bits = bits[i] > most_bits ? bits[i] : most_bits;
+#endif
+  const float high = float_of_bits(most_bits);
+  // Less itself it is 0, or no number.
+  return {high > 0 ? (float)most / high : 0.f, high / (float)most + (high - high)};
+}
+
+inline Scaled scaled(const float* query, int64_t size, int64_t most) {
+  I top{};
+  for (int64_t c = 0; c < size; c += W) top = largest_bits(top, load<F>(query + c));
+  return scaled_by(top, most);
+}
+
+inline I numbered() {
+  I each;
+  UNROLLED for (int i = 0; i < W; i++) each[i] = i;
+  return each;
+}
+
+// As whole numbers, the nearest.
+inline I rounded(F x) {
+#if defined(__AVX512F__)
+  return (I)_mm512_maskz_cvtps_epi32(0xffff, (__m512)x);
+#else
+  return (I)_mm256_cvtps_epi32((__m256)x);
+#endif
+}
+
+// W numbers of 16 bits.
+inline void store_shorts(int16_t* to, I numbers) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)to, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)numbers));
+#else
+  const __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)numbers, (__m256i)numbers), 0x08);
+  _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(both));
+#endif
+}
+
+// Adds to each lane two products of 16-bit codes with the same two numbers.
+#if defined(__AVX512VNNI__)
+template <class V> inline void add_pairs(V& sum, __m512i codes, const void* numbers) {
+  asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const int32_t(*)[1])numbers));
+}
+#else
+inline void add_pairs(I& sum, __m256i codes, const void* numbers) {
+  sum += (I)_mm256_madd_epi16(codes, _mm256_set1_epi32(load<int32_t>(numbers)));
+}
+#endif
+
+// Weighted sums of codes: a lane takes the same channel of two tokens. A row's weights, times the steps of their tokens,
+// become 15 bits of their own scale for each block, so that no sum over a block can overflow.
+struct Weights {
+  alignas(64) int16_t of_tokens[BLOCK];
+  float scale, base;  // a sum of codes times `scale`, plus `base`, is the sum of values
+
+  // `step` and `low` by token; low null: codes are symmetric around `zero`, from which rounding is counted in any case.
+  // Numbers add up to at most `room`.
+  APART void fill(const float* weights, const float* step, const float* low, float zero, int64_t count,
+                  float room = 1e9f) {
+    float stepped[BLOCK];
+    F top{}, total{}, lows{};
+    for (int64_t t = 0; t < count; t += W) {
+      const I inside = numbered() < (int32_t)(count - t);
+      const F weight = load<F>(weights + t), x = inside ? weight * load<F>(step + t) : F{};
+      store(stepped + t, x);
+      top = larger(x, top), total += x;
+      if (low) lows += inside ? weight * load<F>(low + t) + x * zero : F{};
+    }
+    const float high = highest(top), whole = sum(total), least = whole / room * (float)MOST_CUT;
+    const float most = high > least ? high : least, up = high > 0 ? (float)MOST_CUT / most : 0.f;
+    U numbers{};
+    for (int64_t t = 0; t < count; t += W) {
+      const I mine = rounded(load<F>(stepped + t) * up);
+      store_shorts(of_tokens + t, mine);
+      numbers += (U)mine;
+    }
+    scale = most / (float)MOST_CUT + (whole - whole);
+    base = sum(lows) - zero * scale * sum(__builtin_convertvector((I)numbers, F));
+  }
+};
+
+// Steps or minima of one group of each token. W floats behind what is written, and behind what is read, are scratch.
+APART void of_group(const float* from, int64_t groups, int64_t group, int64_t count, float* to) {
+#if defined(__AVX512F__)
+  if (groups == 2 || groups == 4) {
+    const I every = numbered() * (int32_t)groups + (int32_t)group;
+    for (int64_t t = 0; t < count; t += groups == 2 ? W : W / 2, from += 2 * W)
+      store(to + t, (F)_mm512_permutex2var_ps((__m512)load<F>(from), (__m512i)every, (__m512)load<F>(from + W)));
+    return;
+  }
+#endif
+  for (int64_t t = 0; t < count; t++) to[t] = from[t * groups + group];
+}
+
+// M vectors of the sums that one vector of words gives, of R rows. `words` is what registers hold: two tokens' codes of
+// 16 bits side by side are a word.
+template <class C, int R, int M, int FIRST>
+inline void short_sums_of(const Weights* const* of, const char* codes, int64_t stride, int64_t count,
+                          const char*& next, float* out, int64_t size, [[maybe_unused]] const int16_t* levels = nullptr) {
+  constexpr int HALF = C::N / 2, KINDS = C::KINDS;
+  constexpr uint32_t MASK = (1u << C::BITS_OF) - 1;
+  I sum_of[R][M];
+  UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int i = 0; i < M; i++) sum_of[r][i] = I{};
+  for (int64_t t = 0; t < count; t += 2, codes += 2 * stride) {
+    const char* other = t + 1 < count ? codes + stride : codes;
+    const U a = C::words(codes), b = C::words(other);
+    ask<2 * C::BYTES * M / C::N>(next);
+    const U low = (a & 0xffff) | (b << 16), high = (a >> 16) | (b & 0xffff0000u);
+    UNROLLED for (int i = 0; i < M; i++) {
+      const int k = FIRST + i;
+      U both = (k < HALF ? low : high) >> (k % HALF * C::BITS_OF);
+#if defined(__AVX512VNNI__)
+      if constexpr (C::LEVELS) both = (U)_mm512_permutexvar_epi16((__m512i)both, _mm512_load_si512(levels));
+      else both &= MASK | MASK << 16;
+#else
+      both &= MASK | MASK << 16;
+#endif
+      UNROLLED for (int r = 0; r < R; r++)
+        add_pairs(sum_of[r][i], (Words)both, of[r * KINDS + k % KINDS]->of_tokens + t);
+    }
+  }
+  UNROLLED for (int r = 0; r < R; r++)
+    UNROLLED for (int i = 0; i < M; i++) {
+      const Weights& mine = *of[r * KINDS + (FIRST + i) % KINDS];
+      float* to = out + r * size + (FIRST + i) * W;
+      store(to, load<F>(to) + (__builtin_convertvector(sum_of[r][i], F) * mine.scale + mine.base));
+    }
+}
+
+// All of them, as many at once as registers hold.
+template <class C, int R, int FIRST = 0>
+inline void short_sums_from(const Weights* const* of, const char* codes, int64_t stride, int64_t count, const char*& next,
+                            float* out, int64_t size, const int16_t* levels = nullptr) {
+  constexpr int M = C::N < W / R ? C::N : W / R;
+  short_sums_of<C, R, M, FIRST>(of, codes, stride, count, next, out, size, levels);
+  if constexpr (FIRST + M < C::N) short_sums_from<C, R, FIRST + M>(of, codes, stride, count, next, out, size, levels);
+}
+
+template <class C, int R>
+void short_sums(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
+                const Scales& scales, float* out, int64_t size) {
+  Weights all_of[R * MOST_GROUPS];
+  float step[BLOCK + W], low[BLOCK + W];
+  for (int64_t i = 0; i < scales.groups; i++) {
+    of_group(scales.step, scales.groups, i, count, step);
+    if (scales.low) of_group(scales.low, scales.groups, i, count, low);
+    for (int r = 0; r < R; r++)
+      all_of[r * scales.groups + i].fill(weights + r * apart, step, scales.low ? low : nullptr, scales.zero, count);
+  }
+  const char* next = codes + VALUES_AHEAD;
+  for (int64_t c = 0, v = 0; c < size; c += C::N * W, v++, codes += C::BYTES) {
+    const Weights* of[R * C::KINDS];
+    for (int r = 0; r < R; r++)
+      for (int kind = 0; kind < C::KINDS; kind++)
+        of[r * C::KINDS + kind] = all_of + r * scales.groups + (scales.groups > 1 ? scales.lanes[(v * C::KINDS + kind) * W] : 0);
+    short_sums_from<C, R>(of, codes, stride, count, next, out + c, size);
+  }
+}
