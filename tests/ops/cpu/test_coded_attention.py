@@ -307,6 +307,19 @@ def test_what_is_no_number_stays_in_its_row_and_lane(library: Library, bits: int
 
 
 @every_variant
+@pytest.mark.parametrize("code", [0, 255])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_no_sum_of_the_largest_codes_overflows(library: Library, bits: int, code: int) -> None:
+    for size in (128, 256, 512):
+        side = TokenCodes.symmetric(torch.zeros(1, 300, size, dtype=torch.bfloat16), bits)
+        side = replace(side, codes=torch.full_like(side.codes, code), step=torch.full_like(side.step, 2.0**-bits))
+        for rows in (1, 2, 4):
+            query = torch.ones(1, rows, 1, size) / size
+            found = attend_coded(AttentionInputs(query, side, side, scaling=0.1), using=library)
+            assert same(found, truth(query, side, side), COARSE), (size, rows)
+
+
+@every_variant
 def test_numbers_that_overflow_are_not_swallowed(library: Library) -> None:
     keys, values = states_of(11, torch.float16, 1, 40, 32)
     keys[0, 5, 3] = torch.nan

@@ -62,7 +62,7 @@ bool values_fused(const Side& side) {
 
 // Whether codes are levels of a bell that may be whole numbers: of a cache of 16 bits, whose tokens fill vectors.
 bool levels_coarse(const Side& side) {
-#if defined(__AVX512VNNI__)
+#if defined(INTEGER_PRODUCTS)
   return keys_fused(side) && side.kind == LEVEL_CODES && folds(side) == 1 && side.scales != FLOAT32;
 #else
   return false;
@@ -84,18 +84,21 @@ bool keys_coarse(const Side& side) {
   if (has_levels(side)) return blocks_coarse(side) || (levels_coarse(side) && side.size <= MOST_SHORT / 2);
   return keys_fused(side) && side.scales != FLOAT32 && side.size <= MOST_SHORT;
 #elif defined(INTEGER_PRODUCTS)
-  return !has_levels(side) && keys_fused(side) && side.scales != FLOAT32 && side.size <= MOST_SHORT && folds(side) == 1;
+  if (!keys_fused(side) || side.size > MOST_SHORT || folds(side) > 1) return false;
+  return has_levels(side) ? levels_coarse(side) : side.scales != FLOAT32;
 #else
   return false;
 #endif
 }
 
-// Whether values are summed as token_lanes.h or blocks.h does it.
+// Whether values are summed in the order of their channels: as token_lanes.h, blocks.h or, on AVX2, short_products.h do.
 bool values_short(const Side& side) {
 #if defined(__AVX512VNNI__)
   if (blocks_coarse(side)) return true;
   if (!values_fused(side) || has_levels(side) || side.scales == FLOAT32 || groups_of(side) > MOST_GROUPS) return false;
   return in_short_tokens(side) && side.group % PART == 0;
+#elif defined(INTEGER_PRODUCTS)
+  return values_fused(side) && levels_coarse(side);
 #else
   return false;
 #endif

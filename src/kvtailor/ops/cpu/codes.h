@@ -41,6 +41,9 @@ void level_products(Rows rows, const char* codes, int64_t stride, int64_t count,
 #if defined(__AVX512VNNI__)
   if constexpr (C::BYTES == sizeof(U) && !C::OF_BLOCKS)
     if (scales.coarse) return short_level_products<C, R>(rows, codes, stride, count, scales, to, apart);
+#elif defined(INTEGER_PRODUCTS)
+  if constexpr (C::BYTES == sizeof(U) && !C::OF_BLOCKS)
+    if (scales.coarse) return short_level_products<R>(rows, codes, stride, count, scales, to, apart);
 #endif
   constexpr int T = W / R;
   const int64_t channels = rows.size / scales.tables;
@@ -155,6 +158,9 @@ void sums_rows(const float* weights, int64_t apart, const char* codes, int64_t s
 #if defined(__AVX512VNNI__)
   if constexpr (C::BYTES == sizeof(U) && C::LEVELS && !C::OF_BLOCKS)
     if (scales.coarse) return short_level_sums<C, R>(weights, apart, codes, stride, count, scales, out, size);
+#elif defined(INTEGER_PRODUCTS)
+  if constexpr (C::BYTES == sizeof(U) && C::LEVELS && !C::OF_BLOCKS)
+    if (scales.coarse) return short_level_sums<R>(weights, apart, codes, stride, count, scales, out, size);
 #endif
   const char* next = codes + VALUES_AHEAD;
   if constexpr (C::LEVELS) {

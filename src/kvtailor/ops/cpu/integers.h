@@ -55,7 +55,7 @@ struct CutQuery {
   float scale;
 
   // For codes of so many bits.
-  APART void fill(const float* query, int64_t size, int64_t bits) { cut(query, size, scaled(query, size, most(size, bits))); }
+  APART void fill(const float* query, int64_t size, int64_t bits) { cut(query, size, scaled(query, size, most_for(size, bits))); }
 
   // The query times the steps of its channels. Gives the sum of the query times their minima.
   APART float fill_times(const float* query, const float* step, const float* low, int64_t size, int64_t bits) {
@@ -67,16 +67,11 @@ struct CutQuery {
       store(times + c, x);
       top = largest_bits(top, x), lows += mine * load<F>(low + c);
     }
-    cut(times, size, scaled_by(top, most(size, bits)));
+    cut(times, size, scaled_by(top, most_for(size, bits)));
     return sum(lows);
   }
 
  private:
-  static int64_t most(int64_t size, int64_t bits) {
-    const int64_t all = 0x7fffffff / (((1 << bits) - 1) * size);
-    return all < MOST_CUT ? all : MOST_CUT;
-  }
-
   void cut(const float* query, int64_t size, Scaled by) {
     for (int64_t c = 0; c < size; c += W) {
       const I number = (I)_mm512_maskz_cvtps_epi32(0xffff, (__m512)(load<F>(query + c) * by.up));
@@ -124,20 +119,6 @@ inline void byte_products(const CutQuery& asked, int64_t bytes, const char* code
   }
 }
 
-// Whole numbers in place of levels: those of E2M1 twice as large, those of a bell as they stand behind the levels (see
-// padded_levels in gaussian.py).
-enum Whole { DOUBLED = 0, OF_KEYS = 1, OF_VALUES = 2 };
-
-// Each twice, so that a permutation of 16-bit lanes may see a bit too many. Gives what a whole number is worth.
-APART float whole_levels(const float* levels, Whole which, int16_t* to) {
-  for (int i = 0; i < 32; i++) to[i] = (int16_t)(which == DOUBLED ? 2 * levels[i % 16] : levels[16 * which + i % 16]);
-  return which == DOUBLED ? 0.5f : levels[47 + which];
-}
-
-// The most that whole levels of a bell are (MOST_WHOLE in gaussian.py). Queries have 16 bits, and fewer where lanes hold
-// more than 8 products, those of 128 channels.
-constexpr int64_t MOST_OF_KEYS = 8191;
-
 // As `level_products`, of queries in the order of their channels.
 template <class C, int R>
 APART PLAIN_LOOPS void short_level_products(Rows rows, const char* codes, int64_t stride, int64_t count,
@@ -175,10 +156,6 @@ APART PLAIN_LOOPS void short_level_products(Rows rows, const char* codes, int64_
       for (int64_t i = 0; i < filled; i++) to[r * apart + first + i] = all_of[r * T + i] * scale[r];
   }
 }
-
-// Whole levels of values, and tokens at once: so many numbers of 16 bits, or fewer, that no sum can overflow.
-constexpr int64_t MOST_OF_VALUES = 4096, SHORT_RUN = 128;
-constexpr float ROOM = (float)(0x7fffffff / MOST_OF_VALUES - SHORT_RUN);
 
 // Adds levels times the tokens' scales and weights.
 template <class C, int R>

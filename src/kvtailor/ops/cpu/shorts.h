@@ -51,6 +51,12 @@ inline Scaled scaled(const float* query, int64_t size, int64_t most) {
   return scaled_by(top, most);
 }
 
+// The most that a query's numbers may be, so that no sum over all channels of such codes overflows.
+inline int64_t most_for(int64_t size, int64_t bits) {
+  const int64_t all = 0x7fffffff / (((1 << bits) - 1) * size);
+  return all < MOST_CUT ? all : MOST_CUT;
+}
+
 inline I numbered() {
   I each;
   UNROLLED for (int i = 0; i < W; i++) each[i] = i;
@@ -118,6 +124,24 @@ struct Weights {
     base = sum(lows) - zero * scale * sum(__builtin_convertvector((I)numbers, F));
   }
 };
+
+// Whole numbers in place of levels: those of E2M1 twice as large, those of a bell as they stand behind the levels (see
+// padded_levels in gaussian.py).
+enum Whole { DOUBLED = 0, OF_KEYS = 1, OF_VALUES = 2 };
+
+// Each twice, so that a permutation of 16-bit lanes may see a bit too many. Gives what a whole number is worth.
+APART float whole_levels(const float* levels, Whole which, int16_t* to) {
+  for (int i = 0; i < 32; i++) to[i] = (int16_t)(which == DOUBLED ? 2 * levels[i % 16] : levels[16 * which + i % 16]);
+  return which == DOUBLED ? 0.5f : levels[47 + which];
+}
+
+// The most that whole levels of a bell are (MOST_WHOLE in gaussian.py). Queries have 16 bits, and fewer where lanes hold
+// more than 8 products, those of 128 channels.
+constexpr int64_t MOST_OF_KEYS = 8191;
+
+// Whole levels of values, and tokens at once: so many numbers of 16 bits, or fewer, that no sum can overflow.
+constexpr int64_t MOST_OF_VALUES = 4096, SHORT_RUN = 128;
+constexpr float ROOM = (float)(0x7fffffff / MOST_OF_VALUES - SHORT_RUN);
 
 // Steps or minima of one group of each token. W floats behind what is written, and behind what is read, are scratch.
 APART void of_group(const float* from, int64_t groups, int64_t group, int64_t count, float* to) {
