@@ -14,8 +14,8 @@ _NEWEST = 40
 _ENOUGH = 10.0
 """Units of a stage after which its own pace is known."""
 _MANY = 60.0
-"""Units of a stage after which its pace is also that of the stages to come. The first stages of a fit are a few plans of
-all kinds that prefill each piece, at several times the pace of what follows."""
+"""Units of a stage after which its pace is also that of the stages to come. The first stages of a fit are a few plans
+of all kinds that prefill each piece, at several times the pace of what follows."""
 
 
 @dataclass
