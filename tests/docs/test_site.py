@@ -80,6 +80,8 @@ def wrong_options(text: str) -> list[str]:
 
 def test_every_page_is_in_a_table_of_contents() -> None:
     pages = {path for suffix in ("md", "ipynb") for path in DOCS.rglob(f"*.{suffix}")}
+    # Plan cards are pages of the hub, with a head in YAML.
+    pages = {path for path in pages if path.parent.parent != DOCS / "cards"}
     assert pages - reached(DOCS / "index.md") == set()
 
 
