@@ -23,13 +23,19 @@ from kvtailor.bench.report import summarise
 from kvtailor.bench.report.rows import Row
 from kvtailor.bench.report.suite.ranking import Place, Ranking, Score, rank
 from kvtailor.bench.report.tables.grid import interval
+from kvtailor.bench.report.tables.quality import difference
 from kvtailor.bench.schema import latest, read_records
 from kvtailor.bench.suite.suite import read_suite
 from kvtailor.errors import PlanError
 from kvtailor.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "measured.md", ROOT / "docs" / "verdicts.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "measured.md",
+    ROOT / "docs" / "verdicts.md",
+    ROOT / "docs" / "how-to" / "ask-later.md",
+)
 MODELS = {"SmolLM2-135M": "smollm2-135m", "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0.5b"}
 """The folder of records in docs/records of each model."""
 START = {
@@ -42,10 +48,9 @@ START = {
 }
 """What README recommends, by what a reader wants."""
 ALSO = (
-    "| an eighth | `fit`, above | 12.5 % | no plan that was measured is safe on either;"
-    " `fit` was not tried on them | |",
+    "| an eighth | `fit`, above | 12.5 % | no plan that was measured is safe on either | |",
     "| questions that come later | codes, or `kvtailor.read(model, tokenizer, text, plan=plan)` | |"
-    " not measured on them: [which plans](docs/how-to/ask-later.md) | |",
+    " measured on SmolLM2: [which plans](docs/how-to/ask-later.md) | |",
     "| endless decoding | `streamingllm @ tokens=1024` | fixed | forgets the middle;"
     " [beyond memory](docs/how-to/beyond-memory.md) | |",
 )
@@ -54,7 +59,7 @@ NOVELS, NEEDLES = "novels, ΔNLL", "needle, points"
 ASKED = {NEEDLES: "needles", "multi-key, points": "keys"}
 """Columns of the suite whose right answers are told, and what one asks for; `NOVELS` is told as nats."""
 _BLOCK = re.compile(
-    r"(<!-- real models: (start|all|field|the run|of (.+?)) -->\n).*?(<!-- /real models -->)", re.DOTALL
+    r"(<!-- real models: (start|all|field|questions|the run|of (.+?)) -->\n).*?(<!-- /real models -->)", re.DOTALL
 )
 _EMBEDDED = re.compile(r"<!-- measured: ([^/]+?) -->\n(.*?)<!-- /measured -->", re.DOTALL)
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
@@ -99,6 +104,7 @@ def written(page: str, models: Mapping[str, Mapping[str, Row]], rankings: Mappin
             "start": lambda: _start(models),
             "all": lambda: _all(models),
             "field": lambda: _field(rankings),
+            "questions": _questions,
             "the run": lambda: _run(models, rankings),
         }
         lines = made[hit[2]]() if hit[3] is None else _verdict(hit[3], _embedded(page), models, rankings)
@@ -169,6 +175,27 @@ def _all(models: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
     for plan in sorted(plans, key=lambda plan: -least[plan]):
         rows = [rows.get(plan) for rows in models.values()]
         yield f"| `{plan}` | {_bytes(rows)} | {' | '.join(_lost(row, ends=True) for row in rows)} |"
+
+
+def _questions(records: Path = ROOT / "docs" / "records") -> Iterator[str]:
+    """Questions that come after the compressed context, and what they lose, of each model that was asked."""
+    for name, folder in MODELS.items():
+        if not (where := records / f"{folder}-questions").is_dir():
+            continue
+        asked = {each.label: each for each in latest(read_records(where)) if each.task == "ask" and each.error is None}
+        full = asked["full"]
+        yield f"| {name}: plan | bytes | questions right | documents with all right | nats a token of answers |"
+        yield "|---|---|---|---|---|"
+        for plan, each in asked.items():
+            assert each.bytes_held is not None and each.bytes_full is not None
+            loss = difference(each.values["nll"], full.values["nll"])
+            worst, count = round(each.samples * each.metrics["worst"]), each.samples * each.point["questions"]
+            told = f"{full.metrics['answer_nll']:.3f}" if each is full else _told(loss)
+            right = round(count * each.metrics["accuracy"])
+            yield (
+                f"| `{plan}` | {100 * each.bytes_held / each.bytes_full:.0f} % | {right} of {count} |"
+                f" {worst} of {each.samples} | {told} |"
+            )
 
 
 def _field(rankings: Mapping[str, Ranking]) -> Iterator[str]:
