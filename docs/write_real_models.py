@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 
 from kvtailor.bench.measure.statistics import Estimate, wilson
 from kvtailor.bench.report import summarise
@@ -187,11 +188,13 @@ def _questions(records: Path = ROOT / "docs" / "records") -> Iterator[str]:
         yield f"| {name}: plan | bytes | questions right | documents with all right | nats a token of answers |"
         yield "|---|---|---|---|---|"
         for plan, each in asked.items():
-            assert each.bytes_held is not None and each.bytes_full is not None
+            assert each.bytes_held is not None and each.bytes_full is not None and each.samples is not None
+            questions = each.point["questions"]
+            assert isinstance(questions, int)
             loss = difference(each.values["nll"], full.values["nll"])
-            worst, count = round(each.samples * each.metrics["worst"]), each.samples * each.point["questions"]
-            told = f"{full.metrics['answer_nll']:.3f}" if each is full else _told(loss)
-            right = round(count * each.metrics["accuracy"])
+            worst, count = round(sum(each.values["worst"])), each.samples * questions
+            told = f"{fmean(full.values['nll']):.3f}" if each is full else _told(loss)
+            right = round(questions * sum(each.values["right"]))
             yield (
                 f"| `{plan}` | {100 * each.bytes_held / each.bytes_full:.0f} % | {right} of {count} |"
                 f" {worst} of {each.samples} | {told} |"
