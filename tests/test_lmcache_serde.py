@@ -126,6 +126,43 @@ def test_bytes_of_another_plan_or_damaged_ones_are_refused() -> None:
         Deserializer("kivi4", SIZE).deserialize(SimpleNamespace(tensor=buffer), other, None)
 
 
+@pytest.mark.parametrize("plan", ["kivi4", "fp8"])
+def test_any_flipped_bit_of_a_chunk_is_found(plan: str) -> None:
+    chunk = chunk_of()[:, :1, :20].contiguous()
+    serializer = Serializer(plan, SIZE)
+    buffer = torch.zeros(serializer.estimate_serialized_size(layout_of(chunk)), dtype=torch.uint8)
+    serializer.serialize(SimpleNamespace(tensor=chunk), SimpleNamespace(tensor=buffer), None)
+    reader, place = Deserializer(plan, SIZE), SimpleNamespace(tensor=torch.empty_like(chunk))
+    everywhere = torch.randint(len(buffer), (500,), generator=torch.Generator().manual_seed(0)).tolist()
+    for number, at in enumerate((*range(48), *everywhere, len(buffer) - 1)):
+        damaged = buffer.clone()
+        damaged[at] ^= 1 << number % 8
+        with pytest.raises(FileError, match=r"damaged|cut|not written by kvtailor"):
+            reader.deserialize(SimpleNamespace(tensor=damaged), place, None)
+    reader.deserialize(SimpleNamespace(tensor=buffer), place, None)
+
+
+@pytest.mark.parametrize("size", [0, -32])
+@pytest.mark.parametrize("side", [Serializer, Deserializer])
+def test_a_head_without_channels_is_refused(side: type, size: int) -> None:
+    with pytest.raises(ArgumentError, match=f"head_size={size}: give the channels"):
+        side("kivi4", size)
+
+
+def test_chunks_and_places_of_integers_are_refused() -> None:
+    chunk = chunk_of()
+    integers = torch.zeros_like(chunk, dtype=torch.int8)
+    serializer = Serializer("kivi4", SIZE)
+    buffer = torch.zeros(serializer.estimate_serialized_size(layout_of(chunk)), dtype=torch.uint8)
+    serializer.serialize(SimpleNamespace(tensor=chunk), SimpleNamespace(tensor=buffer), None)
+    with pytest.raises(ArgumentError, match=r"a chunk of torch\.int8"):
+        serializer.estimate_serialized_size(layout_of(integers))
+    with pytest.raises(ArgumentError, match=r"a chunk of torch\.int8"):
+        serializer.serialize(SimpleNamespace(tensor=integers), SimpleNamespace(tensor=buffer), None)
+    with pytest.raises(ArgumentError, match=r"a chunk of torch\.int8"):
+        Deserializer("kivi4", SIZE).deserialize(SimpleNamespace(tensor=buffer), SimpleNamespace(tensor=integers), None)
+
+
 def lmcache_of_the_same_shape() -> dict[str, ModuleType]:
     """The modules of lmcache that are used, with its abstract methods."""
 

@@ -13,6 +13,7 @@ the serde is registered, and not before. Names and signatures are those of lmcac
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
@@ -25,6 +26,7 @@ from torch import Tensor
 from kvtailor.calibration_file import calibrated, how_to
 from kvtailor.encode.contract import Codec, CodecContext
 from kvtailor.errors import ArgumentError, FileError
+from kvtailor.ops.cpu.checksum import crc32
 from kvtailor.plan import Plan
 from kvtailor.plan.arguments import with_nested
 from kvtailor.types import Layout, Segment
@@ -32,7 +34,8 @@ from kvtailor.types import Layout, Segment
 __all__ = ["Deserializer", "Serializer", "build_server_modules", "register"]
 
 NAME = "kvtailor"
-_MAGIC = b"kvtailor-chunk-1"
+# Then 8 bytes with the size of the chunk, 4 with that of its head, and 4 with the CRC-32 of both and of what follows.
+_MAGIC = b"kvtailor-chunk-2"
 _ALIGNED = 16
 
 
@@ -64,10 +67,15 @@ class _Chunks:
         head_size: channels of a kv head.
 
     Raises:
-        ArgumentError: the plan drops tokens, changes nothing, or has a codec that needs what LMCache does not have.
+        ArgumentError: the plan drops tokens, changes nothing, or has a codec that needs what LMCache does not have; or
+            the head size is below 1.
     """
 
     def __init__(self, plan: str, head_size: int):
+        if head_size < 1:
+            raise ArgumentError(
+                f"asked to store chunks of LMCache with head_size={head_size}: give the channels of a kv head"
+            )
         parsed = Plan.named(plan)
         self.codec, self.head_size = parsed.encode, head_size
         why = _why_not(parsed)
@@ -87,8 +95,9 @@ class _Chunks:
         """Return the bytes of a chunk (2, layers, tokens, heads * head size).
 
         Raises:
-            ArgumentError: it has another shape.
+            ArgumentError: it has another shape, or numbers that are no floats.
         """
+        _check_floats(chunk.dtype)
         heads = self._heads(chunk.shape)
         _, layers, tokens, _ = chunk.shape
         layout = Layout(rows=1, heads=heads, size=tokens, start=0)
@@ -109,7 +118,9 @@ class _Chunks:
         dtype = str(chunk.dtype).removeprefix("torch.")
         head = {"codec": str(Plan(encode=self.codec)), "dtype": dtype, "shape": [*chunk.shape], "layers": numbers}
         text = json.dumps({**head, "kinds": [json.loads(kind) for kind in kinds]}).encode()
-        return b"".join([_MAGIC, len(text).to_bytes(_ALIGNED, "little"), _padded(text), *parts])
+        rest = b"".join([_padded(text), *parts])
+        sizes = (len(_MAGIC) + _ALIGNED + len(rest)).to_bytes(8, "little") + len(text).to_bytes(4, "little")
+        return b"".join([_MAGIC, sizes, _checksum(sizes, _bytes_of(rest)).to_bytes(4, "little"), rest])
 
     def unpacked(self, data: Tensor) -> Tensor:
         """Return the chunk of bytes (n,) uint8 that `packed` made; what stands behind them is not read.
@@ -120,8 +131,16 @@ class _Chunks:
         start = len(_MAGIC) + _ALIGNED
         front = data[:start].numpy().tobytes()
         if not front.startswith(_MAGIC):
-            raise FileError("a chunk of LMCache was not written by kvtailor: take it away, or take its own serde")
-        size = int.from_bytes(front[len(_MAGIC) :], "little")
+            raise FileError(
+                "a chunk of LMCache was not written by kvtailor, or by an older one: take it away, or give its serde"
+            )
+        sizes = front[len(_MAGIC) : -4]
+        total, size = int.from_bytes(sizes[:8], "little"), int.from_bytes(sizes[8:], "little")
+        if len(front) < start or total > data.numel():
+            raise FileError(f"a chunk of LMCache is cut: {data.numel()} bytes are there of {total}; take it away")
+        data = data[:total]
+        if _checksum(sizes, data[start:]) != int.from_bytes(front[-4:], "little"):
+            raise FileError("a chunk of LMCache is damaged (its checksum is of other bytes): take it away")
         try:
             head = json.loads(data[start : start + size].numpy().tobytes())
             if head["codec"] != str(Plan(encode=self.codec)):
@@ -140,8 +159,6 @@ class _Chunks:
             for name, kept, sizes in kind["tensors"]:
                 one = getattr(torch, kept)
                 end = at + prod(sizes) * one.itemsize
-                if end > data.numel():
-                    raise FileError(f"a chunk of LMCache is cut: {end} bytes are told, and there are {data.numel()}")
                 tensors[name] = data[at:end].clone().view(one).view(sizes)
                 at = end + -end % _ALIGNED
             segment: Segment = self._on(layer, shape[1], heads).restore(layout, kind["fields"], tensors)
@@ -177,21 +194,21 @@ class Serializer:
         """Write a chunk into a buffer; return how many bytes it took. The key is not looked at.
 
         Raises:
-            ArgumentError: one of them has no tensor, or the buffer is too small.
+            ArgumentError: one of them has no tensor, the chunk has no floats, or the buffer is too small.
         """
         chunk, buffer = _tensor_of(src), _tensor_of(dst)
         data = self._chunks.packed(chunk)
         room = buffer.flatten().view(torch.uint8)
         if room.numel() < len(data):
             raise ArgumentError(f"asked to write {len(data)} bytes of a chunk into a buffer of {room.numel()}")
-        room[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        room[: len(data)].copy_(_bytes_of(data))
         return len(data)
 
     def estimate_serialized_size(self, layout_desc: LayoutDescription) -> int:
         """Return the bytes of a chunk of this layout, which do not depend on its numbers.
 
         Raises:
-            ArgumentError: it is of several groups, or of another shape.
+            ArgumentError: it is of several groups, of another shape, or of numbers that are no floats.
         """
         if len(layout_desc.shapes) != 1:
             raise ArgumentError(f"asked to store a chunk of {len(layout_desc.shapes)} groups, and one is known how to")
@@ -212,10 +229,11 @@ class Deserializer:
         """Write the chunk that bytes hold into its place. The key is not looked at.
 
         Raises:
-            ArgumentError: one of them has no tensor, or the place is of another shape.
+            ArgumentError: one of them has no tensor, or the place is of another shape or of no floats.
             FileError: the bytes are none of this plan's, or damaged.
         """
-        data, place = _tensor_of(src).flatten().view(torch.uint8).cpu(), _tensor_of(dst)
+        data, place = _tensor_of(src).contiguous().flatten().view(torch.uint8).cpu(), _tensor_of(dst)
+        _check_floats(place.dtype)
         chunk = self._chunks.unpacked(data)
         if chunk.shape != place.shape:
             raise ArgumentError(f"a chunk of {tuple(chunk.shape)} is stored, asked for one of {tuple(place.shape)}")
@@ -260,6 +278,23 @@ def _why_not(plan: Plan) -> str | None:
     if codec.across or codec.needs_rotation or codec.needs_offset or codec.needs.window:
         return "whose codec needs layers, positions or queries beside a chunk: give one that codes each token by itself"
     return None
+
+
+def _check_floats(dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise ArgumentError(
+            f"asked to store or read a chunk of {dtype}: the codecs of plans take floats, so let the engine keep its "
+            "cache in bfloat16 or float16, or leave the serde out"
+        )
+
+
+def _checksum(sizes: bytes, rest: Tensor) -> int:
+    """Of the bytes that tell sizes, and (n,) uint8 of head and tensors."""
+    return crc32(rest, zlib.crc32(sizes))
+
+
+def _bytes_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _padded(data: bytes) -> bytes:
