@@ -97,6 +97,17 @@ def test_tokens_that_are_dropped_are_told_as_missing():
     assert "8 bits for keys and 8 for values" in found["vLLM"].lacks
 
 
+def test_scales_that_a_setting_does_not_have_are_told_as_missing():
+    """vLLM and SGLang have the scale 1 then."""
+    for text in ("static_fp8", "by_layer(of=[static_fp8, plain], layers=[0, 1])"):
+        found = settings(text)
+        told = "the calibrated scales, which kvtailor export compressed-tensors"
+        assert all(told in each.lacks for each in found.values()), text
+        assert {name for name, each in found.items() if "has the scale 1 and not" in each.lacks} == {"vLLM", "SGLang"}
+    assert settings("static_fp8(scale=0.02)")["vLLM"].lacks == "It has the scale 1 and not the plan's scale."
+    assert settings("static_fp8(scale=1.0)")["vLLM"].lacks == ""
+
+
 @pytest.mark.parametrize("budget", ["keep=0.25", "bytes=2MiB"])
 def test_every_kind_of_budget_is_told(budget):
     assert f"snapkv @ {budget} is missing" in settings(f"snapkv @ {budget}")["vLLM"].lacks

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 from kvtailor.encode.contract import Codec, CodecContext, TwoSided
 from kvtailor.encode.sides import SidesCodec
+from kvtailor.encode.static_fp8 import StaticFp8
 from kvtailor.errors import ArgumentError, UnknownName
 from kvtailor.plan import registry
 from kvtailor.plan.arguments import with_nested
@@ -326,6 +327,7 @@ def _nearest(
             )
         if stored.mixed or (stored.whole and not engine.skip):
             lacks.append(f"has one setting for all layers{' that it encodes' if engine.skip else ''}")
+        lacks += _scales_missing(codec, chosen)
         if chosen.limits:
             lacks.append(chosen.limits)
         neighbours = chosen.counterparts([number in skipped for number in numbers])
@@ -339,6 +341,19 @@ def _nearest(
         skipped=skipped,
         skipping=skipping,
     )
+
+
+def _scales_missing(codec: Codec, chosen: CacheType) -> list[str]:
+    """What a setting lacks of a plan whose scales were calibrated or given, the rest of a sentence; else nothing."""
+    scales = {each.scale for each in with_nested(codec) if isinstance(each, StaticFp8)} - {1.0}
+    if not scales:
+        return []
+    missing = (
+        "the calibrated scales, which kvtailor export compressed-tensors writes into a checkpoint for vLLM"
+        if None in scales
+        else "the plan's scale"
+    )
+    return [f"has the scale 1 and not {missing}" if _UNSCALED in chosen.neighbours else f"does not have {missing}"]
 
 
 def _skip(
