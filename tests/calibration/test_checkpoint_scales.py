@@ -181,6 +181,11 @@ def test_the_command_writes_the_folder_and_says_how_to_serve_it(
     assert result.exit_code == 0 and f"vllm serve {tmp_path / 'scaled'}\n" in result.output
     assert "Scales of single heads" in result.output
     assert len(json.loads(result.output.splitlines()[-1])["tensors"]) == 2 * len(made.tensors["key_scale"])
+    assert "newest" not in result.output
+    words[2] = words[2].replace(")", ", recent=32)")
+    result = CliRunner().invoke(main, [*words, "--model", str(checkpoint), "--out", str(tmp_path / "newest")])
+    assert result.exit_code == 0
+    assert "the newest 32, which the plan keeps whole, have no counterpart" in " ".join(result.output.split())
 
 
 @pytest.mark.skipif(

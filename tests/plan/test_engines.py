@@ -97,6 +97,14 @@ def test_tokens_that_are_dropped_are_told_as_missing():
     assert "8 bits for keys and 8 for values" in found["vLLM"].lacks
 
 
+@pytest.mark.parametrize("text", ["kivi(bits=8, recent=32)", "hadamard(of=vector(bits=4, recent=32))"])
+def test_newest_tokens_that_no_setting_keeps_whole_are_told(text):
+    for name, each in settings(text).items():
+        assert "the newest 32, which the plan keeps whole, have no counterpart" in each.lacks, name
+        assert ("residual_length" in each.lacks) == (name == "transformers"), name
+    assert "counterpart" not in settings("vector(bits=4)")["llama.cpp"].lacks
+
+
 def test_scales_that_a_setting_does_not_have_are_told_as_missing():
     """vLLM and SGLang have the scale 1 then."""
     for text in ("static_fp8", "by_layer(of=[static_fp8, plain], layers=[0, 1])"):

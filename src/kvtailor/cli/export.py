@@ -122,6 +122,11 @@ def _write_checkpoint(
     say(f"{made.folder}: {len(made.names)} scales beside the weights, and their kv_cache_scheme in config.json")
     skipped = f" --kv-cache-dtype-skip-layers {' '.join(map(str, made.without))}" if made.without else ""
     say(f"vllm serve {made.folder}{skipped}")
+    if parsed.encode.tail:
+        say(
+            f"vLLM rounds each token as it comes, so that the newest {parsed.encode.tail}, which the plan keeps whole, "
+            "have no counterpart: with recent=0 it is the plan that is served."
+        )
     if "per=head" in str(parsed):
         say("Scales of single heads need an attention backend of vLLM that takes them; per=tensor needs none.")
     if records is None:

@@ -118,6 +118,7 @@ class Engine:
         skip: the option that leaves layers whole, which their indices follow; None where it has none.
         others: cache types that it offers and that are not among `types`, since no codec of ours has their arithmetic
             or it was not read.
+        rounds: when tokens are encoded, the rest of a sentence that begins with "It".
     """
 
     name: str
@@ -126,6 +127,7 @@ class Engine:
     types: tuple[CacheType, ...]
     skip: str | None = None
     others: tuple[str, ...] = ()
+    rounds: str = "rounds each token as it comes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,6 +330,10 @@ def _nearest(
         if stored.mixed or (stored.whole and not engine.skip):
             lacks.append(f"has one setting for all layers{' that it encodes' if engine.skip else ''}")
         lacks += _scales_missing(codec, chosen)
+        if codec.tail:
+            lacks.append(
+                f"{engine.rounds}, so that the newest {codec.tail}, which the plan keeps whole, have no counterpart"
+            )
         if chosen.limits:
             lacks.append(chosen.limits)
         neighbours = chosen.counterparts([number in skipped for number in numbers])
@@ -557,7 +563,8 @@ ENGINES = (
     Engine(
         name="transformers",
         version="5.24.0",
-        source="cache_utils.py: the widths that quanto and hqq take",
+        source="cache_utils.py: the widths that quanto and hqq take, and when they round",
         types=_of_transformers(),
+        rounds="rounds a prompt at once, and newer tokens when they are residual_length (128)",
     ),
 )
