@@ -97,3 +97,8 @@ def test_a_model_numbers_its_layers():
     assert code == 0 and json.loads(text.splitlines()[-1])["skipped"] == [0] and "Layers are counted" not in text
     code, text = run("vllm", "kivi4", "--model", "demo", "--layers", "6")
     assert code == 2 and "give one" in text
+
+
+def test_a_number_of_layers_that_no_model_has_is_refused_at_once():
+    code, text = run("vllm", "kivi4", "--layers", "999999")
+    assert code == 2 and "for 999,999 layers: at most 100,000" in " ".join(text.split())

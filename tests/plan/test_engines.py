@@ -189,6 +189,12 @@ def test_numbers_of_layers_that_differ_are_refused():
             plan.export("vllm", **more)
 
 
+@pytest.mark.parametrize("layers", [100_001, range(100_001)], ids=["count", "numbers"])
+def test_more_layers_than_any_model_has_are_refused(layers):
+    with pytest.raises(ArgumentError, match="for 100,001 layers: at most 100,000"):
+        Plan.parse("kivi4").export("vllm", layers=layers)
+
+
 def test_layers_that_the_engine_itself_leaves_whole_are_whole_in_the_neighbour():
     assert "layers=[1, 1, 0, 0, 1, 1]" in settings("turboquant4", layers=6)["vLLM"].neighbours[0]
     assert settings("turboquant4", layers=4)["vLLM"].neighbours == ()

@@ -173,7 +173,7 @@ def nearest_settings(
         measured: what each of these layers loses by itself.
 
     Raises:
-        ArgumentError: the numbers of layers do not agree.
+        ArgumentError: the numbers of layers do not agree, or are above 100,000.
     """
     numbers = _numbers(codec, layers, measured)
     stored = _stored(codec, len(numbers), drops)
@@ -193,7 +193,7 @@ def setting_of(
 
     Raises:
         UnknownName: there is no such engine here.
-        ArgumentError: the numbers of layers do not agree.
+        ArgumentError: the numbers of layers do not agree, or are above 100,000.
     """
     settings = {
         each.engine.lower(): each for each in nearest_settings(codec, drops=drops, layers=layers, measured=measured)
@@ -218,6 +218,10 @@ def widths_by_layer(codec: Codec, layers: int) -> list[tuple[float, float] | Non
     return found
 
 
+# More than any model has, and few enough for every list of them.
+_MOST_LAYERS = 100_000
+
+
 def _numbers(codec: Codec, layers: int | Sequence[int] | None, measured: LayerLosses | None) -> tuple[int, ...]:
     """The model's numbers of the layers that are compressed, or 0, 1, ... where only their count is known."""
     known = {
@@ -226,6 +230,12 @@ def _numbers(codec: Codec, layers: int | Sequence[int] | None, measured: LayerLo
         "the layers that were measured": None if measured is None else len(measured.keys),
     }
     counts = {what: count for what, count in known.items() if count is not None}
+    most = max(counts.values(), default=0)
+    if most > _MOST_LAYERS:
+        raise ArgumentError(
+            f"asked for a setting of an engine for {most:,} layers: at most {_MOST_LAYERS:,} are taken; give as many "
+            "as the model has"
+        )
     if len({*counts.values()}) > 1:
         told = ", ".join(f"{what} are for {count}" for what, count in counts.items())
         raise ArgumentError(f"asked for a setting of an engine, but numbers of layers differ: {told}")

@@ -252,7 +252,7 @@ class Plan:
 
         Raises:
             UnknownName: there is no such engine here.
-            ArgumentError: the numbers of layers do not agree.
+            ArgumentError: the numbers of layers do not agree, or are above 100,000.
         """
         return setting_of(engine, self.encode, drops=self._drops, layers=layers, measured=measured)
 
