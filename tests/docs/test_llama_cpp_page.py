@@ -17,7 +17,8 @@ from kvtailor.plan import Plan
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "coming-from-llama-cpp.md").read_text(encoding="utf-8")
 RECORD = json.loads((DOCS / "peers" / "llama-cpp-types.json").read_text(encoding="utf-8"))
-RECORDS = read_records(DOCS / "records" / "smollm2-135m")
+FOLDERS = [read_records(DOCS / "records" / name) for name in ("smollm2-135m", "smollm2-135m-ggml")]
+RECORDS = FOLDERS[0]
 ROWS = re.findall(r"^\| (llama.cpp )?`([^`]+)` \| (\d+) % \| (\S+) \| (\S+) to (\S+) \|$", PAGE, re.MULTILINE)
 PAIRS = re.findall(r"^\| `-ctk (\S+) -ctv (\S+)` \| `([^`]+)` \| ([\d.]+) \|$", PAGE, re.MULTILINE)
 
@@ -35,14 +36,29 @@ def test_a_row_is_of_the_records(theirs: str, name: str, share: str, value: str,
         bytes_held = RECORD["allocated_bytes"][name] / RECORD["allocated_bytes"]["f16"]
     else:
         plan = str(Plan.parse(name))
-        loss = recorded_loss(Plan.parse(name), RECORDS)
-        one = next(each for each in RECORDS if each.plan == plan and each.task == "perplexity")
+        folder = next(each for each in FOLDERS if any(record.plan == plan for record in each))
+        loss = recorded_loss(Plan.parse(name), folder)
+        one = next(each for each in folder if each.plan == plan and each.task == "perplexity")
         bytes_held = one.bytes_held / one.bytes_full
     assert (value, low, high) == told(loss) and share == f"{100 * bytes_held:.0f}"
 
 
+def test_what_the_codes_lose_on_qwen_is_of_its_records() -> None:
+    records = read_records(DOCS / "records" / "qwen2.5-coder-0.5b-ggml")
+    full = next(each for each in records if each.is_full)
+    types = json.loads((DOCS / "peers" / "llama-cpp-types-qwen.json").read_text(encoding="utf-8"))
+    assert full.text_hash == types["texts"]
+    for name, told in (("q8_0", "-0.001"), ("q5_1", "+0.088"), ("q4_0", "+0.208")):
+        plan = str(Plan.parse(f"hadamard(of=ggml(type={name}))"))
+        lost = next(each for each in records if each.plan == plan)
+        assert f"{mean_difference(lost.values['nll'], full.values['nll']).value:+.3f}" == told
+        assert f"`{name}` {told}" in PAGE
+    unturned = next(each for each in records if each.plan == str(Plan.parse("ggml(type=q4_0)")))
+    assert f"{mean_difference(unturned.values['nll'], full.values['nll']).value:+.3f}" == "+0.022"
+
+
 def test_the_page_has_these_rows() -> None:
-    assert len(ROWS) == 6 and len(PAIRS) == 8
+    assert len(ROWS) == 10 and len(PAIRS) == 8
 
 
 @pytest.mark.parametrize(("keys", "values", "text", "bits"), PAIRS)
