@@ -14,6 +14,7 @@ from tests.support.fitting.made_fits import made_fit
 from kvtailor.bench.card import Card, make_card
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.statistics import mean_difference
+from kvtailor.bench.recorded_losses import recorded_loss
 from kvtailor.bench.schema import read_records
 from kvtailor.cli import main
 from kvtailor.errors import KvtailorError, PlanError
@@ -114,3 +115,51 @@ def test_the_command_writes_a_folder_that_other_commands_take(tmp_path):
     assert shown.exit_code == 0 and json.loads(shown.output.splitlines()[-1])["plan"] == str(PLAN)
     wrong = CliRunner().invoke(main, ["card", "kivi(bits=7)", *words[2:]])
     assert wrong.exit_code == 2 and "kvtailor bench" in wrong.output
+
+
+def test_what_was_in_a_folder_is_not_written_over(records, tmp_path):
+    made = make_card(PLAN, records)
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(KvtailorError, match=r"which has README\.md and no card"):
+        made.save(tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["README.md"] and (
+        tmp_path / "README.md"
+    ).read_text() == "mine"
+    made.save(tmp_path / "card")
+    made.save(tmp_path / "card")
+    (tmp_path / "card" / "README.md").unlink()
+    (tmp_path / "card" / "README.md").mkdir()
+    with pytest.raises(KvtailorError, match=r"README\.md is a folder"):
+        made.save(tmp_path / "card")
+
+
+def test_a_card_and_the_plan_beside_it_are_of_one_plan(records, tmp_path):
+    made = make_card(PLAN, records)
+    made.save(tmp_path)
+    (tmp_path / "plan.toml").write_text(Plan.parse("kivi2").to_toml())
+    with pytest.raises(KvtailorError, match="one was changed"):
+        Plan.load(tmp_path)
+    with pytest.raises(KvtailorError, match="cannot be read"):
+        Card.load(tmp_path)
+    made.save(tmp_path)
+    replace(made, losses=()).save(tmp_path)
+    with pytest.raises(KvtailorError, match="no loss"):
+        Card.load(tmp_path)
+
+
+def test_a_loss_is_of_one_model_one_cache_and_the_newest_record(records):
+    mine = [each for each in records if each.task == "perplexity" and (each.is_full or each.plan == str(PLAN))]
+    before = recorded_loss(PLAN, mine)
+    assert before is not None
+    others = {"model_hash": "0" * 64, "cache_dtype": "float16", "dtype": "float64"}
+    for name, value in others.items():
+        assert recorded_loss(PLAN, [replace(each, **{name: value}) if each.is_full else each for each in mine]) is None
+    [ours] = [each for each in mine if not each.is_full]
+    worse = replace(
+        ours,
+        started="2099-01-01T00:00:00.000+00:00",
+        values={**ours.values, "nll": tuple(x + 1 for x in ours.values["nll"])},
+    )
+    for order in ([*mine, worse], [worse, *mine]):
+        found = recorded_loss(PLAN, order)
+        assert found is not None and found.value == pytest.approx(before.value + 1)

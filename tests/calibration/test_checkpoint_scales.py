@@ -139,6 +139,11 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(
     (tmp_path / "there").mkdir()
     with pytest.raises(FileError, match="there already"):
         export_scales(plan, checkpoint, tmp_path / "there")
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "file" / "below", tmp_path / ("long" * 100)):
+        with pytest.raises(FileError, match="which failed"):
+            export_scales(plan, checkpoint, out)
+    (tmp_path / "file").unlink()
     with pytest.raises(FileError, match="no folder with"):
         write_scales(tmp_path / "there", *made.tensors.values(), tmp_path / "new", layers=(0,), per="tensor")
     scaled = export_scales(plan, checkpoint, tmp_path / "scaled").folder

@@ -134,12 +134,23 @@ class Card:
     versions: dict[str, Any]
 
     def save(self, folder: str | Path) -> Path:
-        """Write the three files; return the folder.
+        """Write the three files; return the folder, which is new, empty, or has a card that is written anew.
 
         Raises:
+            KvtailorError: it has other files, and no card.
             FileError: it cannot be written.
         """
         where = Path(folder)
+        there = sorted(each.name for each in where.iterdir()) if where.is_dir() else []
+        if there and not (where / CARD_FILE).is_file():
+            raise ArgumentError(
+                f"asked to write a plan card to {where}, which has {', '.join(there[:3])} and no card: give a new "
+                "folder"
+            )
+        if folders := [name for name in (_PLAN_FILE, _README) if (where / name).is_dir()]:
+            raise ArgumentError(
+                f"asked to write a plan card to {where}, where {folders[0]} is a folder: give a new one"
+            )
         make_folder(where)
         write_whole(where / _PLAN_FILE, seal_toml(Plan.parse(self.plan).to_toml()))
         write_whole(where / _README, self.readme())
@@ -160,8 +171,13 @@ class Card:
             found = json.loads(text)
             if not sealed or found.pop("schema") != SCHEMA or {*found} != {each.name for each in fields(cls)}:
                 raise ArgumentError(f"it has no checksum or is not of schema {SCHEMA}")
-            return _read(found)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            card, plan = _read(found), Plan.load(folder)
+            if (str(plan), plan.hash) != (card.plan, card.plan_hash):
+                raise ArgumentError(f"{_PLAN_FILE} has {plan}, and its numbers are of {card.plan}")
+            if not card.losses:
+                raise ArgumentError("it has no loss")
+            return card
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, KvtailorError) as error:
             raise KvtailorError(
                 f"asked for the plan card in {folder}, which cannot be read ({error}): run `kvtailor card` again"
             ) from error

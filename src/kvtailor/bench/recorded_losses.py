@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvtailor.bench.measure.statistics import Estimate, mean_difference
-from kvtailor.bench.schema import Record
+from kvtailor.bench.schema import Record, latest
 from kvtailor.errors import KvtailorError
 from kvtailor.plan import Plan
 from kvtailor.plan.engines import EngineSetting
@@ -49,11 +50,20 @@ def losses_beside(plan: Plan, setting: EngineSetting, records: Sequence[Record])
 
 
 def recorded_loss(plan: Plan, records: Sequence[Record]) -> Estimate | None:
-    """Return the nats a token that a plan loses against 'full' on the same tokens; None where no such pair is there."""
-    scored = [each for each in records if each.task == "perplexity" and each.error is None and each.values.get("nll")]
+    """Return the nats a token that a plan loses against 'full' on the same tokens; None where no such pair is there.
+
+    Of records with one key the newest counts, and both sides are of the same weights and dtypes.
+    """
+    scored = [
+        each for each in latest(records) if each.task == "perplexity" and each.error is None and each.values.get("nll")
+    ]
     for ours in (each for each in scored if each.plan == str(plan)):
         for full in (each for each in scored if each.is_full):
-            if (ours.text_hash, ours.point, ours.dtype) == (full.text_hash, full.point, full.dtype):
+            if _tokens_and_model(ours) == _tokens_and_model(full):
                 documents = ours.values.get("document", ())
                 return mean_difference(ours.values["nll"], full.values["nll"], documents=documents)
     return None
+
+
+def _tokens_and_model(record: Record) -> tuple[Any, ...]:
+    return record.text_hash, record.point, record.model_hash, record.dtype, record.cache_dtype

@@ -139,7 +139,7 @@ def write_scales(
             compressed-tensors, names its layers in a way that is not known, or `out` cannot be written.
     """
     source, target = Path(checkpoint).expanduser(), Path(out).expanduser()
-    if target.exists():
+    if os.path.lexists(target):
         raise FileError(f"asked to write a checkpoint to {target}, which is there already: give another folder")
     files = _files_of(source)
     config = _with_scheme(_json_of(source / "config.json"), source, per)
@@ -150,8 +150,11 @@ def write_scales(
         for name, scales in (("k_scale", keys[number]), ("v_scale", values[number])):
             kept = scales.float().max().reshape(1) if per == "tensor" else scales.float().reshape(-1, 1, 1)
             added.setdefault(file, {})[f"{base}.{layer}.self_attn.{name}"] = kept.contiguous()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise FileError(f"asked to write a checkpoint to {target}, which failed: {error}") from error
     try:
         for path in sorted(source.iterdir()):
             if path.is_file() and not path.name.startswith("."):

@@ -44,6 +44,7 @@ __all__ = ["Plan", "parse"]
 
 # Of a plan card, and of a fit.
 _PLAN_FILES = ("plan.toml", "fitted.toml")
+_CARD_FILE = "card.json"
 
 
 def _null(stage: str) -> Any:
@@ -150,9 +151,19 @@ class Plan:
                 raise KvtailorError(f"asked for the plan in {where}, found none of {', '.join(_PLAN_FILES)} there")
             file = there[0]
         try:
-            return cls.from_toml(read_toml(file))
+            plan = cls.from_toml(read_toml(file))
         except OSError as error:
             raise KvtailorError(f"the plan file {file} cannot be read: {error}") from error
+        card = where / _CARD_FILE
+        try:
+            told = json.loads(card.read_text(encoding="utf-8"))["plan"] if card.is_file() else None
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise KvtailorError(
+                f"{card}, beside {file}, cannot be read: {error!r}: run `kvtailor card` again"
+            ) from error
+        if told is not None and told != str(plan):
+            raise KvtailorError(f"{file} has the plan {plan}, and the card beside it is of {told}: one was changed")
+        return plan
 
     @property
     def parts(self) -> dict[str, Any]:
