@@ -50,7 +50,7 @@ def test_whole_levels_are_those_of_four_bits_and_as_large_as_the_kernels_allow()
         whole, unit = rest[16 * i : 16 * i + 16], rest[32 + i]
         assert most / 2 <= whole.max() <= most and torch.equal(whole, whole.round())
         assert (whole * unit - levels).abs().max() <= 0.51 * unit
-    header = (Path(cpu.__file__).parent / "integers.h").read_text()
+    header = (Path(cpu.__file__).parent / "shorts.h").read_text()
     known = [int(re.search(rf"MOST_OF_{side} = (\d+)", header)[1]) for side in ("KEYS", "VALUES")]
     assert known == list(MOST_WHOLE)
 

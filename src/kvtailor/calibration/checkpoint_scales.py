@@ -31,7 +31,7 @@ from kvtailor.errors import ArgumentError, FileError
 from kvtailor.hf.model.calibrated import calibrations_of
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import load
-from kvtailor.ops.files import read_text
+from kvtailor.ops.files import read_text, write_whole
 from kvtailor.plan import Plan
 
 __all__ = ["CheckpointScales", "ScaledCheckpoint", "export_scales", "read_scales", "write_scales"]
@@ -159,14 +159,14 @@ def write_scales(
         for path in sorted(source.iterdir()):
             if path.is_file() and not path.name.startswith("."):
                 _copy(path, made / path.name, added.get(path, {}))
-        (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_whole(made / "config.json", json.dumps(config, indent=2) + "\n")
         if (source / _INDEX).is_file():
             index = _json_of(source / _INDEX)
             index["weight_map"] |= {name: file.name for file, named in added.items() for name in named}
             size = sum(each.numel() * each.element_size() for named in added.values() for each in named.values())
             if "total_size" in index.get("metadata", {}):
                 index["metadata"]["total_size"] += size
-            (made / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            write_whole(made / _INDEX, json.dumps(index, indent=2) + "\n")
         made.chmod(0o755)
         made.rename(target)
     except OSError as error:

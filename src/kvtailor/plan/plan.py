@@ -26,7 +26,7 @@ from kvtailor.encode.contract import Codec
 from kvtailor.errors import KvtailorError, PlanError
 from kvtailor.merge.contract import Merger
 from kvtailor.method import Method
-from kvtailor.ops.files import read_toml
+from kvtailor.ops.files import read_text, read_toml
 from kvtailor.ops.notebook_html import Shown, Strong, html_block, html_table
 from kvtailor.plan import registry
 from kvtailor.plan.arguments import given_of, identity_of, with_nested, word_of
@@ -156,7 +156,7 @@ class Plan:
             raise KvtailorError(f"the plan file {file} cannot be read: {error}") from error
         card = where / _CARD_FILE
         try:
-            told = json.loads(card.read_text(encoding="utf-8"))["plan"] if card.is_file() else None
+            told = json.loads(read_text(card))["plan"] if card.is_file() else None
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise KvtailorError(
                 f"{card}, beside {file}, cannot be read: {error!r}: run `kvtailor card` again"

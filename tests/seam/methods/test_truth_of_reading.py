@@ -6,7 +6,6 @@ has made, so that nobody's word is taken for it.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -72,7 +71,7 @@ class Watched:
         seen = named if inputs.visible is None else named & inputs.visible[:, 0]
         self.in_place.append(Lanes(keys=keys, values=values, visible=seen[:, None], owner=inputs.owner))
         nothing = torch.where(named[..., None], values, torch.nan)
-        return attend(replace(inputs, values=Whole(states=nothing)), pages, page)
+        return attend(inputs._replace(values=Whole(states=nothing)), pages, page)
 
     def watched(self, read_lanes):
         def reads(query, heads, lanes, scaling, **more):
