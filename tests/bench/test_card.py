@@ -163,3 +163,13 @@ def test_a_loss_is_of_one_model_one_cache_and_the_newest_record(records):
     for order in ([*mine, worse], [worse, *mine]):
         found = recorded_loss(PLAN, order)
         assert found is not None and found.value == pytest.approx(before.value + 1)
+
+
+def test_names_from_outside_break_no_table_and_no_command(records):
+    made = make_card(PLAN, records)
+    [loss] = made.losses
+    odd = replace(made, model="evil\nname | x`y", losses=(replace(loss, text="my | text\n# boom"),))
+    page = odd.readme()
+    assert "\nname" not in page.split("---")[2] and "\n# boom" not in page and "| my / text # boom |" in page
+    assert "kvtailor run --model 'evil name / x'\"'\"'y' --plan FOLDER" in page
+    assert yaml.safe_load(page.split("---")[1])["base_model"] == odd.model

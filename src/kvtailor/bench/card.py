@@ -8,6 +8,7 @@ fit measured of each layer where there is one.
 from __future__ import annotations
 
 import json
+import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -191,10 +192,10 @@ class Card:
         yield from ("tags:", "- kv-cache", "- kv-cache-compression", "- kvtailor", "---", "")
 
     def _body(self) -> Iterator[str]:
-        yield from (f"# A plan for the KV cache of {self.model}", "", "```text", self.plan, "```", "")
+        yield from (f"# A plan for the KV cache of {_plain(self.model)}", "", "```text", self.plan, "```", "")
         yield from ("```python", 'cache = kvtailor.cache_for(model, kvtailor.Plan.load("FOLDER"))', "```", "")
         yield from ("From a shell, with this folder:", "")
-        yield from (f"    kvtailor run --model {self.model} --plan FOLDER --prompt-file FILE", "")
+        yield from (f"    kvtailor run --model {shlex.quote(_plain(self.model))} --plan FOLDER --prompt-file FILE", "")
         yield from ("What is written here was measured on this model, and says nothing of another.", "")
         yield from (
             "## What it loses",
@@ -206,13 +207,13 @@ class Card:
             tokens = "" if each.context is None else f"{each.context} + {each.continuation}"
             size = "-" if each.bytes is None else f"{100 * each.bytes:.1f} %"
             loss = each.loss
-            yield f"| {each.text} | {tokens} | {loss.value:+.4f} | {_between(loss)} | {loss.count} | {size} |"
+            yield f"| {_plain(each.text)} | {tokens} | {loss.value:+.4f} | {_between(loss)} | {loss.count} | {size} |"
         if self.answers:
             yield from ("", "## Right answers", "", "| documents | asked | right | uncompressed | of |")
             yield "|---|---|---:|---:|---:|"
             for said in self.answers:
                 asked = "after the cache was cut" if said.outside else "inside the prompt"
-                yield f"| {said.documents} | {asked} | {said.right} | {said.full} | {said.count} |"
+                yield f"| {_plain(said.documents)} | {asked} | {said.right} | {said.full} | {said.count} |"
         yield from ("", "## Layers", "")
         if self.layers:
             yield from ("What each layer loses by itself at the plan's widths, measured with kivi's codes.", "")
@@ -246,11 +247,12 @@ class Card:
         yield ", ".join(f"{name} {value}" for name, value in self.versions.items() if value is not None)
         yield f"Model hash `{self.model_hash}`, plan hash `{self.plan_hash}`"
         for each in self.losses:
-            yield f"Tokens of {each.text}: SHA-256 `{each.text_hash}`"
+            yield f"Tokens of {_plain(each.text)}: SHA-256 `{each.text_hash}`"
         for said in self.answers:
-            yield f"Tokens of {said.documents}: SHA-256 {', '.join(f'`{digest[:16]}`' for digest in said.hashes)}"
+            digests = ", ".join(f"`{digest[:16]}`" for digest in said.hashes)
+            yield f"Tokens of {_plain(said.documents)}: SHA-256 {digests}"
         for name in self.calibrated_on:
-            yield f"The plan's calibration was made from {name}"
+            yield f"The plan's calibration was made from {_plain(name)}"
         yield f"Every number is in `{CARD_FILE}`"
 
 
@@ -383,6 +385,11 @@ def _read(found: dict[str, Any]) -> Card:
             "calibrated_on": tuple(found["calibrated_on"]),
         }
     )
+
+
+def _plain(name: str) -> str:
+    """Return a name that came from outside as one line that is no mark of Markdown and ends no cell of a table."""
+    return " ".join(name.split()).replace("|", "/").replace("`", "'")
 
 
 def _between(loss: Estimate) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -43,4 +44,5 @@ def command(plan: tuple[str, ...], records: Path, out: Path) -> None:
         say(f"{each.text}: {each.loss.value:+.4f} nats a token{between}, {each.loss.count} windows")
     if not made.layers:
         say("What each layer loses was not measured: a fit's folder in the place of PLAN has it.")
-    say(f"{out} has the card. To use it: kvtailor run --model {made.model} --plan {out} --prompt-file FILE")
+    words = shlex.join(["kvtailor", "run", "--model", made.model, "--plan", str(out), "--prompt-file", "FILE"])
+    say(f"{out} has the card. To use it: {words}")
