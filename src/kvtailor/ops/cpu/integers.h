@@ -17,10 +17,7 @@ inline void add_pairs(__m512i& sum, __m512i codes, __m512i numbers) {
 APART float shorten(const float* query, int64_t size, int64_t kinds, int64_t most, int32_t* to) {
   alignas(64) int16_t numbers[MOST_SHORT];
   const Scaled by = scaled(query, size, most);
-  for (int64_t c = 0; c < size; c += W) {
-    const __m512i number = _mm512_maskz_cvtps_epi32(0xffff, (__m512)(load<F>(query + c) * by.up));
-    _mm256_store_si256((__m256i*)(numbers + c), _mm512_maskz_cvtepi32_epi16(0xffff, number));
-  }
+  shorten_to(query, size, by.up, numbers);
   for (int64_t c = 0; c < size / kinds; c += sizeof(U))
     for (int odd = 0; odd < 2; odd++)
       for (int64_t kind = 0; kind < kinds; kind++, to += W) {
@@ -61,20 +58,15 @@ struct CutQuery {
   APART float fill_times(const float* query, const float* step, const float* low, int64_t size, int64_t bits) {
     float times[MOST_SHORT];
     I top{};
-    F lows{};
-    for (int64_t c = 0; c < size; c += W) {
-      const F mine = load<F>(query + c), x = mine * load<F>(step + c);
-      store(times + c, x);
-      top = largest_bits(top, x), lows += mine * load<F>(low + c);
-    }
+    const float lows = times_steps(query, step, low, size, times, top);
     cut(times, size, scaled_by(top, most_for(size, bits)));
-    return sum(lows);
+    return lows;
   }
 
  private:
   void cut(const float* query, int64_t size, Scaled by) {
     for (int64_t c = 0; c < size; c += W) {
-      const I number = (I)_mm512_maskz_cvtps_epi32(0xffff, (__m512)(load<F>(query + c) * by.up));
+      const I number = rounded(load<F>(query + c) * by.up);
       _mm_storeu_si128((__m128i*)(low + c), _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)number));
       _mm_storeu_si128((__m128i*)(high + c), _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)((number + 128) >> 8)));
     }

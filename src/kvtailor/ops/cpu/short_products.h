@@ -21,14 +21,9 @@ struct CutQuery {
   APART float fill_times(const float* query, const float* step, const float* low, int64_t size, int64_t bits) {
     float times[MOST_SHORT];
     I top{};
-    F lows{};
-    for (int64_t c = 0; c < size; c += W) {
-      const F mine = load<F>(query + c), x = mine * load<F>(step + c);
-      store(times + c, x);
-      top = largest_bits(top, x), lows += mine * load<F>(low + c);
-    }
+    const float lows = times_steps(query, step, low, size, times, top);
     cut(times, size, bits, scaled_by(top, most_for(size, bits)));
-    return sum(lows);
+    return lows;
   }
 
  private:
@@ -43,7 +38,7 @@ struct CutQuery {
 
   void cut(const float* query, int64_t size, int64_t bits, Scaled by) {
     alignas(32) int16_t natural[MOST_SHORT];
-    for (int64_t c = 0; c < size; c += W) store_shorts(natural + c, rounded(load<F>(query + c) * by.up));
+    shorten_to(query, size, by.up, natural);
     const int64_t kinds = 8 / bits, bytes = size / kinds;
     for (int64_t c = 0; c < bytes; c += sizeof(U))
       for (int64_t kind = 0; kind < kinds; kind++) {
@@ -135,7 +130,7 @@ APART void short_level_products(Rows rows, const char* codes, int64_t stride, in
   for (int r = 0; r < R; r++) {
     const float* query = rows.query + r * rows.size;
     const Scaled by = scaled(query, rows.size, most < 32767 ? most : 32767);
-    for (int64_t c = 0; c < rows.size; c += W) store_shorts(natural + c, rounded(load<F>(query + c) * by.up));
+    shorten_to(query, rows.size, by.up, natural);
     for (int64_t c = 0; c < rows.size; c += 32) {
       const __m256i a = load<__m256i>(natural + c), b = load<__m256i>(natural + c + 16);
       store(asked[r] + c, _mm256_permute2x128_si256(a, b, 0x20)), store(asked[r] + c + 16, _mm256_permute2x128_si256(a, b, 0x31));

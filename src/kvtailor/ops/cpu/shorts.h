@@ -82,6 +82,23 @@ inline void store_shorts(int16_t* to, I numbers) {
 #endif
 }
 
+// A query times what makes its numbers fit, as 16 bits.
+inline void shorten_to(const float* query, int64_t size, float up, int16_t* to) {
+  for (int64_t c = 0; c < size; c += W) store_shorts(to + c, rounded(load<F>(query + c) * up));
+}
+
+// A query times the steps of its channels, and of its absolute values the largest of each lane; gives the sum of the query
+// times their minima.
+inline float times_steps(const float* query, const float* step, const float* low, int64_t size, float* to, I& top) {
+  F lows{};
+  for (int64_t c = 0; c < size; c += W) {
+    const F mine = load<F>(query + c), x = mine * load<F>(step + c);
+    store(to + c, x);
+    top = largest_bits(top, x), lows += mine * load<F>(low + c);
+  }
+  return sum(lows);
+}
+
 // Adds to each lane two products of 16-bit codes with the same two numbers.
 #if defined(__AVX512VNNI__)
 template <class V> inline void add_pairs(V& sum, __m512i codes, const void* numbers) {
