@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kvtailor.bench.measure.statistics import Estimate, mean_difference
-from kvtailor.bench.recorded_losses import losses_beside
-from kvtailor.bench.schema import Record, latest
+from kvtailor.bench.measure.statistics import Estimate
+from kvtailor.bench.recorded_losses import has_losses, loss_of, losses_beside, pairs_with_full
+from kvtailor.bench.report.tables.grid import interval
+from kvtailor.bench.schema import Record
 from kvtailor.errors import ArgumentError, KvtailorError
 from kvtailor.ops.files import make_folder, read_text, seal_json, seal_toml, unseal_json, write_whole
 from kvtailor.plan import Plan
@@ -173,8 +174,8 @@ class Card:
             if not sealed or found.pop("schema") != SCHEMA or {*found} != {each.name for each in fields(cls)}:
                 raise ArgumentError(f"it has no checksum or is not of schema {SCHEMA}")
             card, plan = _read(found), Plan.load(folder)
-            if (str(plan), plan.hash) != (card.plan, card.plan_hash):
-                raise ArgumentError(f"{_PLAN_FILE} has {plan}, and its numbers are of {card.plan}")
+            if plan.hash != card.plan_hash:
+                raise ArgumentError(f"its numbers are of another plan than {plan}")
             if not card.losses:
                 raise ArgumentError("it has no loss")
             return card
@@ -271,14 +272,11 @@ def make_card(plan: Plan, records: Sequence[Record], layers: LayerLosses | None 
     if len(models) != 1:
         told = ", ".join(f"{name} ({digest})" for name, digest in models)
         raise KvtailorError(f"asked for a card of one model, found records of {told or 'none'}: give those of one")
-    kept = [each for each in latest(records) if each.error is None]
-    full = {_place(each): each for each in kept if each.is_full}
-    pairs = [(each, full[_place(each)]) for each in kept if each.plan == str(plan) and _place(each) in full]
-    losses = tuple(
-        _loss(ours, theirs) for ours, theirs in pairs if ours.task == "perplexity" and ours.values.get("nll")
-    )
+    pairs = pairs_with_full(plan, records)
+    losses = tuple(_loss(ours, theirs) for ours, theirs in pairs if has_losses(ours))
     if not losses:
-        measured = ", ".join(sorted({each.plan for each in kept if each.task == "perplexity" and not each.is_full}))
+        scored = [each for each in records if each.error is None and each.task == "perplexity" and not each.is_full]
+        measured = ", ".join(sorted({each.plan for each in scored}))
         raise KvtailorError(
             f"asked for a card of the plan {plan}, whose loss beside 'full' these records do not have; they have those "
             f'of {measured or "none"}: run `kvtailor bench --model {models[0][0]} --plans "{plan}" --out FOLDER`'
@@ -301,12 +299,7 @@ def make_card(plan: Plan, records: Sequence[Record], layers: LayerLosses | None 
     )
 
 
-def _place(record: Record) -> tuple[str, str | None, str, str | None, str | None]:
-    return record.task, record.text_hash, json.dumps(record.point, sort_keys=True), record.dtype, record.cache_dtype
-
-
 def _loss(ours: Record, theirs: Record) -> CardLoss:
-    loss = mean_difference(ours.values["nll"], theirs.values["nll"], documents=ours.values.get("document", ()))
     sizes = ours.bytes_held, ours.bytes_full
     context, continuation = (ours.point.get(name) for name in ("context", "continuation"))
     return CardLoss(
@@ -315,7 +308,7 @@ def _loss(ours: Record, theirs: Record) -> CardLoss:
         dtype=ours.dtypes or "",
         context=context if isinstance(context, int) else None,
         continuation=continuation if isinstance(continuation, int) else None,
-        loss=loss,
+        loss=loss_of(ours, theirs),
         bytes=None if sizes[0] is None or not sizes[1] else sizes[0] / sizes[1],
     )
 
@@ -393,7 +386,7 @@ def _plain(name: str) -> str:
 
 
 def _between(loss: Estimate) -> str:
-    return "too few windows" if loss.low is None else f"{loss.low:+.4f} to {loss.high:+.4f}"
+    return interval((loss.low, loss.high), 4, signed=True) or "too few windows"
 
 
 def _bits(bits: float) -> str:

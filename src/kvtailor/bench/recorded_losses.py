@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvtailor.bench.measure.statistics import Estimate, mean_difference
 from kvtailor.bench.schema import Record, latest
@@ -50,20 +50,31 @@ def losses_beside(plan: Plan, setting: EngineSetting, records: Sequence[Record])
 
 
 def recorded_loss(plan: Plan, records: Sequence[Record]) -> Estimate | None:
-    """Return the nats a token that a plan loses against 'full' on the same tokens; None where no such pair is there.
+    """Return the nats a token that a plan loses against 'full' on the same tokens; None where no such pair is there."""
+    return next((loss_of(ours, full) for ours, full in pairs_with_full(plan, records) if has_losses(ours)), None)
 
-    Of records with one key the newest counts, and both sides are of the same weights and dtypes.
+
+def pairs_with_full(plan: Plan, records: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Return the records of a plan, each with that of 'full' on the same tokens, of the same weights and dtypes.
+
+    Of records with one key the newest counts, and none that failed.
     """
-    scored = [
-        each for each in latest(records) if each.task == "perplexity" and each.error is None and each.values.get("nll")
-    ]
-    for ours in (each for each in scored if each.plan == str(plan)):
-        for full in (each for each in scored if each.is_full):
-            if _tokens_and_model(ours) == _tokens_and_model(full):
-                documents = ours.values.get("document", ())
-                return mean_difference(ours.values["nll"], full.values["nll"], documents=documents)
-    return None
+    kept = [each for each in latest(records) if each.error is None]
+    full = {_place(each): each for each in kept if each.is_full}
+    return [(each, full[_place(each)]) for each in kept if each.plan == str(plan) and _place(each) in full]
 
 
-def _tokens_and_model(record: Record) -> tuple[Any, ...]:
-    return record.text_hash, record.point, record.model_hash, record.dtype, record.cache_dtype
+def has_losses(record: Record) -> bool:
+    """Return whether a record is of a text that was scored."""
+    return record.task == "perplexity" and bool(record.values.get("nll"))
+
+
+def loss_of(ours: Record, full: Record) -> Estimate:
+    """Return the nats a token that one record of a text loses to that of 'full', with its interval over documents."""
+    return mean_difference(ours.values["nll"], full.values["nll"], documents=ours.values.get("document", ()))
+
+
+def _place(record: Record) -> tuple[str | None, ...]:
+    """The task, the tokens, the weights and the dtypes."""
+    point = json.dumps(record.point, sort_keys=True)
+    return record.task, record.text_hash, point, record.model_hash, record.dtype, record.cache_dtype

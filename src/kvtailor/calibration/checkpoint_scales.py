@@ -50,11 +50,13 @@ class ScaledCheckpoint:
     Attributes:
         folder: where it is.
         names: of the tensors that were added.
+        per: what has a scale, "tensor" or "head".
         without: numbers of the model's layers that got none, since no plan compresses them.
     """
 
     folder: Path
     names: tuple[str, ...]
+    per: Literal["tensor", "head"]
     without: tuple[int, ...]
 
 
@@ -176,6 +178,7 @@ def write_scales(
     return ScaledCheckpoint(
         folder=target,
         names=tuple(name for named in added.values() for name in named),
+        per=per,
         without=tuple(sorted({*places} - {*layers})),
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from kvtailor.cli.words.lines import say
+from kvtailor.cli.words.loss import loss_words
 from kvtailor.cli.words.plan import read_plan_and_layers
 
 __all__ = ["command"]
@@ -40,8 +41,7 @@ def command(plan: tuple[str, ...], records: Path, out: Path) -> None:
     made = make_card(parsed, read_records(records), layers)
     made.save(out)
     for each in made.losses:
-        between = "" if each.loss.low is None else f" ({each.loss.low:+.4f} to {each.loss.high:+.4f})"
-        say(f"{each.text}: {each.loss.value:+.4f} nats a token{between}, {each.loss.count} windows")
+        say(f"{each.text}: {loss_words(each.loss)}")
     if not made.layers:
         say("What each layer loses was not measured: a fit's folder in the place of PLAN has it.")
     words = shlex.join(["kvtailor", "run", "--model", made.model, "--plan", str(out), "--prompt-file", "FILE"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvtailor.cli.words.lines import say
+from kvtailor.cli.words.loss import loss_words
 from kvtailor.cli.words.plan import read_plan, read_plan_and_layers
 
 if TYPE_CHECKING:
@@ -100,8 +101,7 @@ def _say_loss(whose: str, loss: Estimate | None, records: Path | None) -> None:
     if loss is None:
         say(f"loss of {whose}: not measured in {records}")
         return
-    between = "" if loss.low is None else f" ({loss.low:+.4f} to {loss.high:+.4f})"
-    say(f"loss of {whose}: {loss.value:+.4f} nats a token{between}, {loss.count} windows")
+    say(f"loss of {whose}: {loss_words(loss)}")
 
 
 def _write_checkpoint(
@@ -127,7 +127,7 @@ def _write_checkpoint(
             f"vLLM rounds each token as it comes, so that the newest {parsed.encode.tail}, which the plan keeps whole, "
             "have no counterpart: with recent=0 it is the plan that is served."
         )
-    if "per=head" in str(parsed):
+    if made.per == "head":
         say("Scales of single heads need an attention backend of vLLM that takes them; per=tensor needs none.")
     if records is None:
         say(f'what exactly these scales lose: kvtailor check "{parsed}" --model {model} --measure')

@@ -10,7 +10,7 @@ Such a setting is a neighbour of the plan, not the plan: nothing of what was mea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, Protocol
@@ -175,10 +175,7 @@ def nearest_settings(
     Raises:
         ArgumentError: the numbers of layers do not agree, or are above 100,000.
     """
-    numbers = _numbers(codec, layers, measured)
-    stored = _stored(codec, len(numbers), drops)
-    counted = layers is None or isinstance(layers, int)
-    return tuple(_nearest(codec, stored, engine, drops, numbers, measured, counted) for engine in ENGINES)
+    return tuple(_settings(ENGINES, codec, drops, layers, measured))
 
 
 def setting_of(
@@ -195,12 +192,24 @@ def setting_of(
         UnknownName: there is no such engine here.
         ArgumentError: the numbers of layers do not agree, or are above 100,000.
     """
-    settings = {
-        each.engine.lower(): each for each in nearest_settings(codec, drops=drops, layers=layers, measured=measured)
-    }
-    if engine.lower() not in settings:
-        raise UnknownName("engine", engine, settings)
-    return settings[engine.lower()]
+    known = {each.name.lower(): each for each in ENGINES}
+    if engine.lower() not in known:
+        raise UnknownName("engine", engine, known)
+    return next(_settings((known[engine.lower()],), codec, drops, layers, measured))
+
+
+def _settings(
+    engines: Sequence[Engine],
+    codec: Codec,
+    drops: str,
+    layers: int | Sequence[int] | None,
+    measured: LayerLosses | None,
+) -> Iterator[EngineSetting]:
+    numbers = _numbers(codec, layers, measured)
+    stored = _stored(codec, len(numbers), drops)
+    counted = layers is None or isinstance(layers, int)
+    for engine in engines:
+        yield _nearest(codec, stored, engine, drops, numbers, measured, counted)
 
 
 def widths_by_layer(codec: Codec, layers: int) -> list[tuple[float, float] | None]:

@@ -6,15 +6,15 @@ plan (`check_model`). The engine itself is not run.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvtailor.bench.report.tables.grid import interval
 from kvtailor.bench.safety.check import MARGIN, check_model
 from kvtailor.bench.safety.plans import candidates_of
-from kvtailor.bench.safety.result import ModelCheck
+from kvtailor.bench.safety.result import ModelCheck, filled, left_out
 from kvtailor.bench.safety.verdict import Verdict
 from kvtailor.bench.stages import Progress
 from kvtailor.bench.subject import Subject
@@ -25,8 +25,6 @@ from kvtailor.plan.calls import check_call
 from kvtailor.plan.engines import ENGINES, Engine
 
 __all__ = ["EngineCheck", "TypeCost", "check_engine"]
-
-_COLUMNS = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +69,7 @@ class EngineCheck:
     def lines(self) -> list[str]:
         """Return the whole of it as lines, each for a terminal of 80 columns."""
         windows = max((each.verdict.windows for each in self.types), default=0)
-        found = _filled(
+        found = filled(
             f"{self.engine} {self.version} on {self.check.model}: its cache types as plans of kvtailor with the same "
             f"arithmetic, measured on {windows} windows of {self.check.context} + {self.check.continuation} tokens "
             f"({self.check.text}) against the uncompressed cache. {self.engine} itself was not run. It rounds each "
@@ -80,23 +78,18 @@ class EngineCheck:
         )
         found += ["", "  bytes of 16 bits, nats a token lost, 95 % interval, verdict"]
         for each in self.types:
-            found += ["", *_filled(f"  {each.option}", hang=4)]
+            found += ["", *filled(f"  {each.option}", hang=4)]
             if each.verdict.loss is None:
-                found += _filled(f"    not measured: {each.verdict.error}", hang=6)
+                found += filled(f"    not measured: {each.verdict.error}", hang=6)
             else:
                 loss = each.verdict.loss
-                between = "" if loss.low is None else f" ({loss.low:+.4f} to {loss.high:+.4f})"
+                ends = interval((loss.low, loss.high), 4, signed=True)
+                between = f" ({ends})" if ends else ""
                 found += [f"    {100 * each.verdict.bytes:3.0f} % {loss.value:+.4f}{between}  {each.verdict.word}"]
-            found += _filled(f"    as {each.verdict.plan}", hang=6)
+            found += filled(f"    as {each.verdict.plan}", hang=6)
             if each.limits:
-                found += _filled(f"    it {each.limits}", hang=6)
-        without: dict[str, list[str]] = {}
-        for name, why in self.others.items():
-            without.setdefault(why, []).append(name)
-        if without:
-            reasons = [f"{', '.join(names)} ({why})" for why, names in without.items()]
-            found += ["", *_filled(f"Left out: {'; '.join(reasons)}.")]
-        return found
+                found += filled(f"    it {each.limits}", hang=6)
+        return found + left_out(self.others)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, without the records."""
@@ -207,16 +200,3 @@ def _plans_of(engine: Engine, subject: Subject) -> tuple[dict[str, str], dict[st
             continue
         plans[each.option] = near[0]
     return plans, others
-
-
-def _filled(line: str, hang: int = 2) -> list[str]:
-    """A line in as many as a terminal needs."""
-    lead = len(line) - len(line.lstrip(" "))
-    return textwrap.wrap(
-        line.lstrip(" "),
-        _COLUMNS,
-        initial_indent=" " * lead,
-        subsequent_indent=" " * hang,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

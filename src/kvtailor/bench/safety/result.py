@@ -24,7 +24,7 @@ from kvtailor.errors import KvtailorError, UnknownName
 from kvtailor.ops.notebook_html import html_block, html_table
 from kvtailor.plan import Plan
 
-__all__ = ["ModelCheck"]
+__all__ = ["ModelCheck", "filled", "left_out"]
 
 _COLUMNS = 80
 _NAME = 27
@@ -123,9 +123,9 @@ class ModelCheck:
 
     def lines(self) -> list[str]:
         """Return the whole of it as lines, each for a terminal of 80 columns."""
-        found = [*_filled(f"{self.model}: {'; '.join(self.facts)}.")] if self.facts else [self.model]
+        found = [*filled(f"{self.model}: {'; '.join(self.facts)}.")] if self.facts else [self.model]
         windows = max((each.windows for each in self.verdicts), default=0)
-        found += _filled(
+        found += filled(
             f"Measured on {windows} windows of {self.context} + {self.continuation} tokens ({self.text}), each plan "
             "against the uncompressed cache on the same tokens; plans that are shown to be harmful on the first of "
             f"them on those alone. A row: bytes of a cache in 16 bits after {self.length:,} tokens, nats a token lost, "
@@ -142,17 +142,12 @@ class ModelCheck:
             if some:
                 found += ["", title]
                 found += [line for each in some for line in _row(each)]
-        without: dict[str, list[str]] = {}
-        for plan, why in self.without.items():
-            without.setdefault(why, []).append(plan)
-        if without:
-            reasons = [f"{', '.join(names)} ({why})" for why, names in without.items()]
-            found += ["", *_filled(f"Left out: {'; '.join(reasons)}.")]
+        found += left_out(self.without)
         if self.unanswered:
-            found += _filled(f"No questions were asked: {self.unanswered}")
+            found += filled(f"No questions were asked: {self.unanswered}")
         found += ["", "Take, by bytes:"]
         for words, share in SHARES.items():
-            found += _filled(f"  {words + ':':<12} {self._advice(words, share)}", hang=15)
+            found += filled(f"  {words + ':':<12} {self._advice(words, share)}", hang=15)
         found += ["", f"Next: {self.next}"]
         return found
 
@@ -195,15 +190,15 @@ def _row(each: Verdict) -> list[str]:
     """A plan: its name, bytes, loss and answers; below it why it harms, where its name does not say it."""
     name = f"  {each.plan}"
     if each.loss is None:
-        return _filled(f"{name}: {each.error}", hang=6)
+        return filled(f"{name}: {each.error}", hang=6)
     low, high = each.loss.low, each.loss.high
     numbers = f"{_share(each):>5} {each.loss.value:>+9.4f}"
     numbers += "" if low is None or high is None else f" {f'{low:+.4f} to {high:+.4f}':>20}"
     asked = [answers for answers in (each.inside, each.after) if answers is not None]
     numbers += "".join(f"  {answers.right} of {answers.count}" for answers in asked)
-    found = [f"{name:<{_NAME}}{numbers}"] if len(name) < _NAME else [*_filled(name, 4), f"{'':<{_NAME}}{numbers}"]
+    found = [f"{name:<{_NAME}}{numbers}"] if len(name) < _NAME else [*filled(name, 4), f"{'':<{_NAME}}{numbers}"]
     if each.word != SAFE and each.cause and "keep=" not in each.plan:
-        found += _filled(f"      {each.cause}", hang=6)
+        found += filled(f"      {each.cause}", hang=6)
     return found
 
 
@@ -215,8 +210,26 @@ def _share(each: Verdict) -> str:
     return f"{100 * each.bytes:.0f} %"
 
 
-def _filled(line: str, hang: int = 2) -> list[str]:
-    """A line in as many as a terminal needs; blanks that align columns stay."""
+def left_out(without: Mapping[str, str]) -> list[str]:
+    """Return the lines that say what was not measured, names of one reason together; none where nothing was left out.
+
+    Args:
+        without: why, by name.
+    """
+    names: dict[str, list[str]] = {}
+    for name, why in without.items():
+        names.setdefault(why, []).append(name)
+    reasons = [f"{', '.join(those)} ({why})" for why, those in names.items()]
+    return ["", *filled(f"Left out: {'; '.join(reasons)}.")] if reasons else []
+
+
+def filled(line: str, hang: int = 2) -> list[str]:
+    """Return a line in as many as a terminal of 80 columns needs; blanks that align columns stay.
+
+    Args:
+        line: with the blanks that it begins with.
+        hang: blanks before the further ones.
+    """
     lead = len(line) - len(line.lstrip(" "))
     return textwrap.wrap(
         line.lstrip(" "),
