@@ -1,5 +1,7 @@
 """Plans on pieces: what the numbers are, and what is not believed."""
 
+from contextlib import contextmanager
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -8,9 +10,12 @@ from tests.support.fitting.small import pieces, subject
 
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.data.overlap import Calibrated
+from kvtailor.bench.measure import kept_prompts
+from kvtailor.bench.measure.kept_prompts import KeptPrompts
 from kvtailor.fitting.damage import Damage
 from kvtailor.fitting.measuring import CalibratedHere, Measurer
 from kvtailor.fitting.pieces import TEXT
+from kvtailor.hf.run.later_layers import record
 from kvtailor.plan import Plan
 
 PLAN = Plan.parse("snapkv(window=8) @ tokens=30")
@@ -50,6 +55,42 @@ def test_a_plan_that_is_measured_twice_is_run_once(tmp_path):
     assert first is same and len(told) == 4
     measurer.measure([PLAN], each)
     assert len(told) == 4
+
+
+LAYER_BY_LAYER = [
+    Plan.parse("by_layer(of=[plain, kivi(bits=2, recent=32)], layers=[0, 0, 1])"),
+    Plan.parse("by_layer(of=[plain, kivi(bits=2, recent=32)], layers=[1, 0, 0])"),
+    Plan.parse("snapkv(window=8) + table(weights=[1.0, 0.25, 1.0]) @ keep=0.75"),
+]
+
+
+def test_layers_below_the_change_are_not_computed_again_and_nothing_differs(tmp_path):
+    made, each = subject(), pieces(2, 1)
+    shared = replace(made, kept=KeptPrompts(lasting=True))
+    found = Measurer(shared, tmp_path / "shared").measure(LAYER_BY_LAYER, each, may_do_nothing=True)
+    plain = Measurer(replace(made, kept=KeptPrompts(off="asked")), tmp_path / "own")
+    assert [one.kl for one in found] == [one.kl for one in plain.measure(LAYER_BY_LAYER, each, may_do_nothing=True)]
+    assert min(one.loss for one in found) > 0
+    # Of three pieces those under the first and the last plan, whose first layers are whole.
+    assert shared.kept.begun_later == 6 and shared.kept.later
+
+
+def test_layers_that_do_not_give_the_same_again_are_computed(tmp_path, monkeypatch):
+    """What a layer gave is held against a whole forward the first time; here it is another's."""
+
+    @contextmanager
+    def wrong(layers):
+        with record(layers) as answers:
+            yield answers
+        answers[:] = [each + 1 for each in answers]
+
+    monkeypatch.setattr(kept_prompts, "record", wrong)
+    made, each = subject(), pieces(2, 1)
+    shared = replace(made, kept=KeptPrompts(lasting=True))
+    found = Measurer(shared, tmp_path / "shared").measure(LAYER_BY_LAYER, each, may_do_nothing=True)
+    own = Measurer(replace(made, kept=KeptPrompts(off="asked")), tmp_path / "own")
+    assert [one.kl for one in found] == [one.kl for one in own.measure(LAYER_BY_LAYER, each, may_do_nothing=True)]
+    assert shared.kept.begun_later == 1 and not shared.kept.later
 
 
 def test_a_cache_that_is_not_read_is_not_believed(tmp_path):

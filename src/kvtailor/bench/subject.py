@@ -61,6 +61,11 @@ class Prefills(Protocol):
     ) -> Tensor | None:
         """See `bench.measure.kept_prompts.KeptPrompts.filled`."""
 
+    def followed(
+        self, model: Any, ids: Tensor, following: Tensor, cache: Any, forward: Callable[[Any], Tensor]
+    ) -> Tensor:
+        """See `bench.measure.kept_prompts.KeptPrompts.followed`."""
+
     def not_filled(self, cache: Any, why: str) -> None:
         """See `bench.measure.kept_prompts.KeptPrompts.not_filled`."""
 
@@ -338,6 +343,25 @@ class Subject:
         from kvtailor.hf.run.prefill import read
 
         return read(self.model, cache, ids, instruction=instruction, last_only=last_only), cache
+
+    @torch.inference_mode()
+    def follow(self, ids: Tensor, following: Tensor, cache: Any) -> Tensor:
+        """Return logits (1, t, V) of tokens behind a prompt that a cache has seen; it is not to be used afterwards.
+
+        With `kept`, layers that would give what they gave on the uncompressed cache are not computed again.
+
+        Args:
+            ids: (1, n) of the prompt.
+            following: (1, t) of the tokens.
+            cache: of one plan.
+        """
+
+        def forward(given: Any) -> Tensor:
+            return self.forward(following, given)[0]
+
+        if self.kept is None:
+            return forward(cache)
+        return self.kept.followed(self.model, ids.to(self.device), following, cache, forward)
 
     def decode(self, following: Tensor, cache: Any, tokens: int, *, graphs: bool = False) -> Any:
         """Feeds so many greedy tokens, of which `following` (b, 1) are the first, and waits for the device.

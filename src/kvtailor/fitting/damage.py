@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +33,8 @@ __all__ = ["Damage"]
 
 _MOST_BYTES = 2 << 30
 """Of references that are kept; those of further pieces are computed again each time."""
+_ROWS = 8
+"""Targets whose log-probabilities are compared at a time."""
 _REFERENCES: WeakKeyDictionary[Any, dict[str, Tensor]] = WeakKeyDictionary()
 
 
@@ -92,15 +94,12 @@ class Damage(PlanByPlan):
         heaviest: Mapping[str, Any] = {}
         for piece in pieces:
             reference = _reference(subject, full, piece)
-            ours, weight = _scores(subject, contestant, piece)
-            if not bool(torch.isfinite(ours).all()):
-                raise KvtailorError("The model gave a log-probability that is not a number.")
-            apart = (reference.exp() * (reference - ours)).sum(-1).clamp_min(0)
-            found["kl"].append(float(apart[1:].double().mean()))
-            told = ours.gather(1, piece.targets[:, None])[1:, 0]
-            found["nll"].append(-float(told.double().mean()))
+            logits, weight = _logits(subject, contestant, piece)
+            losses = _compare(reference, logits, piece.targets)
+            found["kl"].append(float(losses.apart[1:].mean()))
+            found["nll"].append(-float(losses.told[1:].mean()))
             if "hit" in found:
-                found["hit"].append(float(bool((ours.argmax(-1) == piece.targets).all())))
+                found["hit"].append(float(bool((losses.likeliest == piece.targets).all())))
             if weight.get("bytes_held", 0) >= heaviest.get("bytes_held", 0):
                 heaviest = weight
             advance()
@@ -118,16 +117,50 @@ def _reference(subject: Subject, full: Contestant, piece: Piece) -> Tensor:
     kept = _REFERENCES.setdefault(subject.model, {})
     name = hash_of(piece.context, piece.targets)
     if name not in kept:
-        scores = _scores(subject, full, piece)[0]
+        scores = torch.cat(_logits(subject, full, piece)[0]).float().log_softmax(-1).cpu()
         if sum(each.nbytes for each in kept.values()) + scores.nbytes > _MOST_BYTES:
             return scores
         kept[name] = scores
     return kept[name]
 
 
-def _scores(subject: Subject, contestant: Contestant, piece: Piece) -> tuple[Tensor, dict[str, Any]]:
-    """(t, V) float32 log-probabilities on the CPU, and what the cache weighed after the context."""
-    logits, cache = subject.prefill(piece.context[None], subject.new_cache(contestant), last_only=True)
+def _logits(subject: Subject, contestant: Contestant, piece: Piece) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+    """(1, V) of the prefill and (t - 1, V) of the targets behind it, and what the cache weighed after the context."""
+    context = piece.context[None]
+    logits, cache = subject.prefill(context, subject.new_cache(contestant), last_only=True)
     weight = weigh(cache)
-    rest = subject.forward(piece.targets[None, :-1], cache)[0][0]
-    return torch.cat([logits[0, -1:], rest]).float().log_softmax(-1).cpu(), weight
+    return (logits[0, -1:], subject.follow(context, piece.targets[None, :-1], cache)[0]), weight
+
+
+class _Losses(NamedTuple):
+    """Of each target: KL to the full cache, its log-probability in float64, and the likeliest token, all (t,)."""
+
+    apart: Tensor
+    told: Tensor
+    likeliest: Tensor
+
+
+def _compare(reference: Tensor, logits: Sequence[Tensor], targets: Tensor) -> _Losses:
+    """Compare predictions with the full cache's.
+
+    Args:
+        reference: (t, V) float32 log-probabilities on the CPU.
+        logits: (t, V) of the plan, in pieces of whole rows.
+        targets: (t,) int64.
+
+    Raises:
+        KvtailorError: a log-probability is not a number.
+    """
+    apart, told, likeliest = [], [], []
+    first = 0
+    # A few rows at a time stay in a core's cache; tensors of all rows would be new memory each time.
+    for rows in (rows for piece in logits for rows in piece.split(_ROWS)):
+        ours = rows.float().log_softmax(-1).cpu()
+        if not bool(torch.isfinite(ours).all()):
+            raise KvtailorError("The model gave a log-probability that is not a number.")
+        whole = reference[first : first + len(rows)]
+        apart.append((whole.exp() * (whole - ours)).sum(-1).clamp_min(0).double())
+        told.append(ours.gather(1, targets[first : first + len(rows), None])[:, 0].double())
+        likeliest.append(ours.argmax(-1))
+        first += len(rows)
+    return _Losses(torch.cat(apart), torch.cat(told), torch.cat(likeliest))

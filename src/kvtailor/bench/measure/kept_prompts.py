@@ -7,7 +7,7 @@ compared. Nothing that is timed or whose peak is measured comes here: such a tas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,9 @@ from kvtailor.hf.model.cache_dtype import dtype_of_caches
 from kvtailor.hf.model.processes import started
 from kvtailor.hf.model.vocabulary import token_rows
 from kvtailor.hf.run.kept_prompt import CannotKeep, KeptPrompt, difference, fill, keep, why_own
+from kvtailor.hf.run.later_layers import Answers, answering_layers, begin_later, first_change, record
 from kvtailor.hf.run.prefill import read
+from kvtailor.ledger import storage_bytes
 from kvtailor.ops import dispatch
 from kvtailor.plan import Plan
 from kvtailor.types import Needs
@@ -65,6 +67,8 @@ class KeptPrompts:
     Attributes:
         off: see above; also what has been found since.
         forwards: prompts that went through the model to be kept.
+        later: forwards behind a prompt may begin at a later layer of the model.
+        begun_later: how many did.
         peak: most bytes that were kept at once.
     """
 
@@ -77,7 +81,8 @@ class KeptPrompts:
         self._sample = 0
         self._of: object = None
         self._model: str | None = None
-        self.forwards = self.peak = 0
+        self.later = True
+        self.forwards = self.peak = self.begun_later = 0
 
     def begin_run(self, model_hash: str | None) -> None:
         """Forget the prompts of another model, or of one whose weights have changed since."""
@@ -171,6 +176,59 @@ class KeptPrompts:
             note.why, note.compared = note.why or self.off, False
             return None
         return logits
+
+    def followed(
+        self, model: Any, ids: Tensor, following: Tensor, cache: Any, forward: Callable[[Any], Tensor]
+    ) -> Tensor:
+        """Return the logits of tokens behind a prompt; the cache is not to be used afterwards.
+
+        Layers below the first in which the cache differs from the uncompressed one are not computed again: what they
+        gave was taken down when the null plan read the same tokens. The first time both ways are gone, and where the
+        model's logits differ by a bit, every forward is a whole one from then on.
+
+        Args:
+            model: of transformers.
+            ids: (1, n) of the prompt.
+            following: (1, t) of the tokens behind it.
+            cache: has seen the prompt.
+            forward: feeds `following` to the model on a cache, and returns logits (1, t, V).
+        """
+        kept = self._kept_without_plan(model, ids)
+        if not isinstance(cache, KvCache) or kept is None or not self.later:
+            return forward(cache)
+        layers = answering_layers(model, cache)
+        if layers is None:
+            self.later = False
+            return forward(cache)
+        name, first = tuple(following.flatten().tolist()), min(first_change(cache, kept.cache), len(layers) - 1)
+        answers = kept.answers.get(name)
+        if answers is None:
+            if cache.plan != Plan():
+                return forward(cache)
+            with record(layers) as found:
+                logits = forward(cache)
+            if len(found) == len(layers) and self._room_for(_bytes(found), ids.device) is None:
+                kept.answers[name] = found
+                self._weigh(next(e for entries in self._kept.values() for e in entries if e.kept is kept))
+            return logits
+        if first < 1 or cache.plan == Plan():
+            return forward(cache)
+        self.begun_later += 1
+        with begin_later(cache, layers, answers, first):
+            logits = forward(cache)
+        if self.begun_later == 1:
+            again = cache_for(model, cache.plan)
+            fill(again, kept)
+            plain = forward(again)
+            if not _alike(plain, logits):
+                self.later = False
+                return plain
+        return logits
+
+    def _kept_without_plan(self, model: Any, ids: Tensor) -> KeptPrompt | None:
+        """The kept prompt of these ids that the null plan's cache is filled from; None where there is none now."""
+        entries = self._kept.get(self._name(model, ids, Plan(), True), [])
+        return next((entry.kept for entry in entries if entry.kept.is_of(model)), None)
 
     def _ready(self, model: Any, ids: Tensor, cache: KvCache, last_only: bool) -> tuple[_Entry | None, str | None]:
         """The kept prompt from which a cache is filled, or why there is none."""
@@ -302,6 +360,11 @@ class KeptPrompts:
         text = ids.to(torch.int64).cpu().contiguous().view(torch.uint8).numpy().tobytes()
         here = dispatch.forced(), torch.get_num_threads(), torch.is_inference_mode_enabled()
         return text, tuple(ids.shape), last_only, plan.prompt_pass, str(getattr(model, "dtype", "")), *here
+
+
+def _bytes(answers: Answers) -> int:
+    """Of what each layer gave."""
+    return storage_bytes([each if isinstance(each, Tensor) else each[0] for each in answers])
 
 
 def _alike(one: Tensor, two: Tensor) -> bool:

@@ -27,6 +27,7 @@ from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.make_cache import make_gathering_cache
 from kvtailor.hf.mask import LazyMask, lazy_mask
 from kvtailor.hf.run.feeding import fed
+from kvtailor.hf.run.later_layers import Answers
 from kvtailor.ledger import storage_bytes
 from kvtailor.plan import Plan
 from kvtailor.plan.registry import name_of
@@ -49,6 +50,8 @@ class KeptPrompt:
         needs: the evidence that was gathered.
         logits: (b, 1, V) or (b, n, V).
         mask: (b, n), 0 for padding; None: no padding.
+        answers: by the ids of tokens behind the prompt, what each layer of the model gave for them; see
+            `hf.run.later_layers`.
         repeated: what the passes that repeat the context have left of each compressed layer, by how it was repeated and
             the ids of the instruction.
     """
@@ -57,6 +60,7 @@ class KeptPrompt:
     needs: Needs
     logits: Tensor
     mask: Tensor | None
+    answers: dict[tuple[int, ...], Answers] = field(default_factory=dict)
     repeated: dict[tuple[Repetition, tuple[int, ...]], list[Observed]] = field(default_factory=dict)
 
     def serves(self, plan: Plan) -> bool:
@@ -72,6 +76,8 @@ class KeptPrompt:
     def bytes(self) -> int:
         """Of all storages that it keeps alive."""
         found = [self.logits]
+        for answers in self.answers.values():
+            found += [each if isinstance(each, Tensor) else each[0] for each in answers]
         for layers in self.repeated.values():
             for each in layers:
                 found += each.memories().values()
