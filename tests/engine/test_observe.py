@@ -10,6 +10,7 @@ from tests.support.seam.zoo import build, prompts
 
 import kvtailor
 from kvtailor.engine.observe import observe
+from kvtailor.hf.run.feeding import fed
 from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Held, Needs, Rotation
@@ -174,3 +175,20 @@ def test_scores_are_found_again_by_column() -> None:
     nan = float("nan")
     expected = torch.tensor([[[1.0, nan, 3, nan], [nan, 5, 8, nan]]])
     assert torch.equal(found.nan_to_num(-1), expected.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("score", ["noncausal(chunk=8)", "expected", "snapkv(window=4)"])
+@torch.no_grad()
+def test_a_codec_that_wants_queries_lets_decoded_tokens_leave_no_more_than_these(score: str) -> None:
+    """Without slack nothing is evicted while it decodes, so what the score gathers of a prompt stays as it is."""
+    model = build("llama")
+    cache = kvtailor.cache_for(model, f"{score} + channels @ tokens=24")
+    fed(model, cache, prompts((40,))[0], None, keep=1)
+    before = [state.observed.evidence for state in cache.engine.states]
+    for token in (5, 6, 7):
+        fed(model, cache, torch.tensor([[token]]), None, keep=1)
+    assert cache.engine.has_fast_path
+    for state, was in zip(cache.engine.states, before, strict=True):
+        now = state.observed.evidence
+        assert now.sampled is was.sampled and now.moments_count is was.moments_count
+        assert now.columns is not None and int(now.columns[-1]) == 42

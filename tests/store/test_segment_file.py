@@ -201,6 +201,8 @@ def child(
     from_read, from_write = os.pipe()
     process = os.fork()
     if process == 0:
+        # The parent's OpenMP threads are not here, and what would wait for them never ends.
+        torch.set_num_threads(1)
         os.close(to_write)
         with os.fdopen(to_read) as lines, os.fdopen(from_write, "w", 1) as out:
             try:

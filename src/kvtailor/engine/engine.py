@@ -69,7 +69,8 @@ class Engine:
         self._join_groups()
         self._takes_short_context = False
         self._in_memory = plan.store.is_memory
-        self._needs_queries_again = self._evicts_again = plan.slack_tokens is not None or plan.encode.needs.window > 0
+        self._evicts_again = plan.slack_tokens is not None
+        self._needs_queries_again = self._evicts_again or plan.encode.needs.window > 0
         self.switch, self.eviction = PhaseSwitch(), Eviction(plan, self.states, other_bytes, sizes)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -100,7 +101,7 @@ class Engine:
     def gather(self, more: Needs) -> None:
         """Gather this evidence as well, though the plan's methods need none of it; `Needs()` ends it."""
         self.needs = self.plan.needs | more
-        self._needs_queries_again = self._evicts_again or more.window > 0
+        self._needs_queries_again = self._evicts_again or self.plan.encode.needs.window > 0 or more.window > 0
 
     def append(self, state: LayerState, keys: Tensor, values: Tensor) -> None:
         """Let new keys (b, h, t, d) and values (b, h, t, dv) of one layer join its tail."""
@@ -325,12 +326,13 @@ class Engine:
 
     @property
     def _listens_to_queries(self) -> bool:
-        return bool(self.needs.window or self.needs.rows or self.needs.moments) and self._needs_queries_again
+        sampled = self._evicts_again and bool(self.needs.rows or self.needs.moments)
+        return sampled or (self._needs_queries_again and self.needs.window > 0)
 
     @property
     def has_fast_path(self) -> bool:
         """Whether decoded tokens can be the same work until the plan acts: `engine.fast_path`."""
-        gathers = self._needs_queries_again and bool(self.needs.rows or self.needs.moments)
+        gathers = self._evicts_again and bool(self.needs.rows or self.needs.moments)
         return self._in_memory and not gathers
 
     @property
@@ -386,10 +388,12 @@ class Engine:
         if mass is not None and others:
             mass = [sum(parts[1:], parts[0]) for parts in zip(mass, *(each.mass or () for each in others), strict=True)]
         deferred, one = isinstance(self.phase, Deferred), decoded or query.shape[2] == 1
-        # What a decoded token would leave for no later eviction is not gathered at all.
-        if self.needs.mass or deferred or not one or self._evicts_again or self._listens_to_queries:
+        of_later = deferred or not one or self._evicts_again
+        # What a decoded token would leave for no later eviction is not gathered at all; codecs want the newest queries.
+        needs = self.needs if of_later else replace(self.needs, rows=0, moments=False)
+        if of_later or needs.mass or self._listens_to_queries:
             state.observed.evidence = observe(
-                self.needs,
+                needs,
                 state.observed.evidence,
                 self.as_evidence(query),
                 visible.first_column,
