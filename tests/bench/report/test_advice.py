@@ -1,5 +1,8 @@
 """The first sentence of a run: what to use, what is broken, what to type next; nothing from an interval with 0."""
 
+import re
+from dataclasses import replace
+
 import pytest
 from tests.bench.report.test_headline import FULL, around, plan
 from tests.bench.report.test_report import needles
@@ -65,10 +68,27 @@ def test_answers_that_are_too_few_are_said_to_be_and_hide_no_text():
     found = advice(FULL, plan("kivi4", around(0.0, 0.01)), *answers)
     assert found.sentence == (
         "Use kivi4: 25 % of the bytes, at most 0.002 nats per token lost, 12 of 12 answers right ('full': 12), too few "
-        "to be sure of them (--documents 5 would do)."
+        "to be sure of them (--documents 25 would do)."
     )
     fallen = needles("full", [1] * 12), needles("kivi4", [1] * 5 + [0] * 7)
     assert "Use kivi4" not in advice(FULL, plan("kivi4", around(0.0, 0.01)), *fallen).sentence
+
+
+@pytest.mark.parametrize("depths", [(0.5,), (0.2, 0.8), (0.1, 0.3, 0.5, 0.7, 0.9)])
+@pytest.mark.parametrize("lengths", [1, 2])
+def test_as_many_documents_are_asked_for_as_the_records_have_lengths_and_depths(depths, lengths):
+    points, told = len(depths) * lengths, {}
+    for spread in (False, True):
+        asked = [
+            replace(each, point={**each.point, "length": 100 + length, "depth": depth}, text_hash=f"{length} {depth}")
+            for label in ("full", "kivi4")
+            for each in [needles(label, [1] * (2 if spread else 2 * points))]
+            for length in range(lengths if spread else 1)
+            for depth in (depths if spread else depths[:1])
+        ]
+        said = advice(FULL, plan("kivi4", around(0.0, 0.01)), *asked).sentence
+        told[spread] = int(re.search(r"--documents (\d+) would do", said)[1])
+    assert told[True] == -(-told[False] // points)
 
 
 @pytest.mark.parametrize("middle", [-0.01, 0.0, 0.012])

@@ -43,6 +43,7 @@ class Score:
         low, high: where the value lies if the ends of the difference's interval are added to that of 'full'; None too
             where the value is not the mean that the difference is of.
         samples: windows, documents or examples behind it.
+        points: records that these are spread over, such as one for each length and depth of needles.
         bytes_held: of the cache when it was weighed there, the largest over the records.
         ratio: bytes over the full cache's, of the same record.
         keys: of the records behind it, and behind it those of 'full' that the difference is to.
@@ -54,6 +55,7 @@ class Score:
     low: float | None = None
     high: float | None = None
     samples: int
+    points: int = 1
     bytes_held: int | None = None
     ratio: float | None = None
     keys: tuple[str, ...]
@@ -320,6 +322,7 @@ def _joined(
             low=low,
             high=high,
             samples=len(values),
+            points=len(mine),
             bytes_held=heaviest.bytes_held,
             ratio=_ratio(heaviest),
             keys=tuple(dict.fromkeys(each.key for each in [*mine, *(references if paired is not None else [])])),

@@ -21,7 +21,6 @@ __all__ = ["Advice", "advise"]
 _BROKEN = 2.0
 """Times the perplexity of 'full' from which on a plan is called broken; also a half of its right answers."""
 _NAMED = 3
-_DEPTHS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,18 +189,19 @@ def _more(undecided: Sequence[Judged]) -> str:
     """The options that would decide it for one of the plans, if further samples turn out alike; empty: none would."""
     found: list[tuple[int, str]] = []
     for each in undecided:
-        lacking = [(m.task, f.needed, s.samples) for m, s, _, f in each.scores if not f.below]
+        lacking = [(m.task, f.needed, s.points) for m, s, _, f in each.scores if not f.below]
         if any(needed is None or task not in ("perplexity", "needle") for task, needed, _ in lacking):
             continue
         words = []
         windows = [needed or 0 for task, needed, _ in lacking if task == "perplexity"]
-        answers = [needed or 0 for task, needed, _ in lacking if task == "needle"]
+        # The option says how many for each length and depth, and each of these is a record.
+        answers = [(needed or 0, points) for task, needed, points in lacking if task == "needle"]
         if windows:
             words.append(f"--windows {_round_up(max(windows))}")
         if answers:
-            words.append(f"--documents {math.ceil(max(answers) / _DEPTHS)}")
+            words.append(f"--documents {max(math.ceil(needed / points) for needed, points in answers)}")
         if words:
-            found.append((max(windows + answers), " ".join(words)))
+            found.append((max([*windows, *(needed for needed, _ in answers)]), " ".join(words)))
     return min(found)[1] if found else ""
 
 
