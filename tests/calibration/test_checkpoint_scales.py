@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -162,6 +163,119 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(
     with pytest.raises(FileError, match="found those of the keys of 0 layers"):
         read_scales(checkpoint)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["scaled", "there"]
+
+
+def released(folder: Path, tensors: dict[str, torch.Tensor], **config: object) -> Path:
+    """A checkpoint of nothing but scales."""
+    folder.mkdir()
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def scales(shape: tuple[int, ...] = (1,), dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {
+        f"model.layers.{layer}.self_attn.{side}_scale": torch.ones(shape, dtype=dtype)
+        for layer in range(2)
+        for side in "kv"
+    }
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1), (3,), (3, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scales_are_read_in_every_form_that_engines_load(
+    tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    found = read_scales(released(tmp_path / "c", scales(shape, dtype)))
+    assert all(each.shape == (max(1, *shape, 1),) and bool((each == 1).all()) for each in found.keys.values())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int32, torch.int8, torch.float8_e4m3fn, torch.float64, torch.bool, torch.uint8]
+)
+def test_numbers_that_are_no_scales_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    with pytest.raises(FileError, match="a scale of a cache is a float"):
+        read_scales(released(tmp_path / "c", scales(dtype=dtype)))
+
+
+@pytest.mark.parametrize("shape", [(0,), (1, 3), (3, 2), (1, 1, 1, 1), (3, 1, 2)])
+def test_shapes_that_are_no_scales_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    with pytest.raises(FileError, match="one for a layer or"):
+        read_scales(released(tmp_path / "c", scales(shape)))
+
+
+def test_two_scales_for_one_side_of_a_layer_are_refused(tmp_path: Path) -> None:
+    doubled = {**scales(), "model.layers.1.self_attn.attn.k_scale": torch.ones(1)}
+    with pytest.raises(FileError, match="two scales for one side of layer 1"):
+        read_scales(released(tmp_path / "names", doubled))
+    folder = released(tmp_path / "files", scales())
+    safetensors.torch.save_file(scales(), folder / "other.safetensors")
+    with pytest.raises(FileError, match="in model.safetensors and in other.safetensors"):
+        read_scales(folder)
+    seen = {**scales(), "vision_model.layers.1.self_attn.k_scale": torch.ones(1)}
+    assert len(read_scales(released(tmp_path / "vision", seen)).keys) == 2
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        {"num_bits": 8, "type": "int", "symmetric": True},
+        {"num_bits": 4, "type": "float", "symmetric": True},
+        {"num_bits": 8, "type": "float", "symmetric": False},
+        "NVFP4",
+        5,
+    ],
+)
+def test_scales_of_another_format_than_8_bit_floats_are_refused(tmp_path: Path, scheme: object) -> None:
+    with pytest.raises(FileError, match="whose config.json says that they are of"):
+        read_scales(released(tmp_path / "c", scales(), quantization_config={"kv_cache_scheme": scheme}))
+    folder = released(tmp_path / "m", scales())
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"kv_cache_quant_algo": scheme}}))
+    with pytest.raises(FileError, match="whose hf_quant_config.json says that they are of"):
+        read_scales(folder)
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"kv_cache_quant_algo": "FP8"}}))
+    assert len(read_scales(folder).keys) == 2
+
+
+def test_files_that_an_index_does_not_name_or_that_it_names_in_vain_are_refused(
+    checkpoint: Path, made: Calibration, tmp_path: Path
+) -> None:
+    model, tokenizer = kvtailor.load_model("demo")
+    shards = tmp_path / "shards"
+    model.save_pretrained(shards, max_shard_size="6MB")
+    tokenizer.save_pretrained(shards)
+    arguments = {"layers": range(len(made.tensors["key_scale"])), "per": "tensor"}
+
+    def refused(why: str) -> None:
+        for act in (
+            lambda: write_scales(shards, *made.tensors.values(), tmp_path / "new", **arguments),
+            lambda: read_scales(shards),
+        ):
+            with pytest.raises(FileError, match=why):
+                act()
+        assert not (tmp_path / "new").exists()
+
+    safetensors.torch.save_file(
+        safetensors.torch.load_file(checkpoint / "model.safetensors"), shards / "copy.safetensors"
+    )
+    refused("copy.safetensors, which its model.safetensors.index.json does not name: a second copy")
+    (shards / "copy.safetensors").unlink()
+    os.mkfifo(shards / "pipe.safetensors")
+    refused("pipe")
+    (shards / "pipe.safetensors").unlink()
+    last = max(shards.glob("*.safetensors"))
+    last.rename(tmp_path / "away")
+    refused(f"has no {last.name}, which its model.safetensors.index.json names")
+    (shards / "model.safetensors.index.json").write_text("[]")
+    refused("no JSON object")
+    (shards / "model.safetensors.index.json").write_text('{"weight_map": 5}')
+    refused("no weight_map")
+
+
+def test_a_pipe_among_the_weights_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(FileError, match="a pipe"):
+        read_scales(tmp_path)
 
 
 def test_scales_of_other_weights_are_refused(checkpoint: Path, made: Calibration, tmp_path: Path) -> None:

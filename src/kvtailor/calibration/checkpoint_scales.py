@@ -31,16 +31,27 @@ from kvtailor.errors import ArgumentError, FileError
 from kvtailor.hf.model.calibrated import calibrations_of
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import load
-from kvtailor.ops.files import read_text, write_whole
+from kvtailor.ops.files import open_regular, read_text, write_whole
 from kvtailor.plan import Plan
 
-__all__ = ["CheckpointScales", "ScaledCheckpoint", "export_scales", "read_scales", "write_scales"]
+__all__ = [
+    "CheckpointScales",
+    "ScaledCheckpoint",
+    "attention_names",
+    "export_scales",
+    "read_scales",
+    "write_scales",
+]
 
-_INDEX = "model.safetensors.index.json"
+_CONFIG, _MODELOPT, _INDEX = "config.json", "hf_quant_config.json", "model.safetensors.index.json"
+_ALGORITHM = "kv_cache_quant_algo"
+# Where a configuration says in what format the cache is.
+_FORMATS = ("kv_cache_scheme", _ALGORITHM)
 _STRATEGY = {"tensor": "tensor", "head": "attn_head"}
 _PROJECTION = re.compile(r"(?P<base>.+)\.(?P<layer>\d+)\.self_attn\.(?:k_proj|qkv_proj)\.weight")
-_SCALE = re.compile(r".+\.(?P<layer>\d+)\.(?:self_attn|attn)\.(?:attn\.|[kv]_proj\.)?(?P<side>[kv])_scale")
+_SCALE = re.compile(r".+\.(?P<layer>\d+)\.(?:self_attn|attn)\.(?:attn\.|(?:[kv]|qkv)_proj\.)?(?P<side>[kv])_scale")
 _NOT_TEXT = ("vision", "visual", "audio", "speech")
+_FLOATS = ("F32", "BF16", "F16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +155,7 @@ def write_scales(
     if os.path.lexists(target):
         raise FileError(f"asked to write a checkpoint to {target}, which is there already: give another folder")
     files = _files_of(source)
-    config = _with_scheme(_json_of(source / "config.json"), source, per)
+    config = _with_scheme(_json_of(source / _CONFIG), source, per)
     places = _places(files, source, layers)
     added: dict[Path, dict[str, Tensor]] = {}
     for number, layer in enumerate(layers):
@@ -161,12 +172,12 @@ def write_scales(
         for path in sorted(source.iterdir()):
             if path.is_file() and not path.name.startswith("."):
                 _copy(path, made / path.name, added.get(path, {}))
-        write_whole(made / "config.json", json.dumps(config, indent=2) + "\n")
+        write_whole(made / _CONFIG, json.dumps(config, indent=2) + "\n")
         if (source / _INDEX).is_file():
             index = _json_of(source / _INDEX)
             index["weight_map"] |= {name: file.name for file, named in added.items() for name in named}
             size = sum(each.numel() * each.element_size() for named in added.values() for each in named.values())
-            if "total_size" in index.get("metadata", {}):
+            if "total_size" in (index.get("metadata") or {}):
                 index["metadata"]["total_size"] += size
             write_whole(made / _INDEX, json.dumps(index, indent=2) + "\n")
         made.chmod(0o755)
@@ -190,33 +201,127 @@ def read_scales(checkpoint: str | os.PathLike[str]) -> CheckpointScales:
         checkpoint: a folder with safetensors.
 
     Raises:
-        FileError: it has no scales of keys and of values of the same layers, or some that are no finite numbers
-            above 0.
+        FileError: it has no scales of keys and of values of the same layers, several for one of them, some that are no
+            finite floats above 0 for a layer or for each kv head, or a configuration by which they are of another
+            format than 8-bit floats.
     """
     source = Path(checkpoint).expanduser()
     found: dict[str, dict[int, Tensor]] = {"k": {}, "v": {}}
+    names: dict[tuple[str, int], str] = {}
     digest = sha256()
     for path in _files_of(source):
         with _opened(path) as file:
             for name in sorted(file.keys()):
-                if (match := _SCALE.fullmatch(name)) is not None:
-                    scales = file.get_tensor(name).float().flatten()
-                    if not bool((scales.isfinite() & (scales > 0)).all()):
-                        raise FileError(f"{path} has {name}, which is no finite number above 0: fetch it again")
-                    found[match["side"]][int(match["layer"])] = scales
-                    digest.update(f"{name} {scales.tolist()}".encode())
+                match = _SCALE.fullmatch(name)
+                if match is None or any(word in name for word in _NOT_TEXT):
+                    continue
+                side, layer = match["side"], int(match["layer"])
+                if (side, layer) in names:
+                    raise FileError(
+                        f"{source} has two scales for one side of layer {layer}, {names[side, layer]} and {name} "
+                        f"({path.name}): which of them is meant is not known; take one away"
+                    )
+                names[side, layer] = name
+                scales = _scales_in(file, name, path)
+                found[side][layer] = scales
+                digest.update(f"{name} {scales.tolist()}".encode())
     if not found["k"] or found["k"].keys() != found["v"].keys():
         raise FileError(
             f"asked for the scales of a cache in {source}, found those of the keys of {len(found['k'])} layers and of "
             f"the values of {len(found['v'])}: give a checkpoint with ...self_attn.k_scale and v_scale for each"
         )
+    _check_format(source)
     return CheckpointScales(keys=found["k"], values=found["v"], hash=digest.hexdigest())
 
 
+def attention_names(checkpoint: str | os.PathLike[str], layers: Sequence[int]) -> list[str]:
+    """Return the names of the modules of attention of some layers, such as "model.layers.0.self_attn".
+
+    Args:
+        checkpoint: a folder with safetensors.
+        layers: their numbers in the model, from 0.
+
+    Raises:
+        FileError: it is no such folder, has scales already, or names its layers in a way that is not known.
+    """
+    source = Path(checkpoint).expanduser()
+    places = _places(_files_of(source), source, layers)
+    return [f"{places[layer][0]}.{layer}.self_attn" for layer in layers]
+
+
+def _scales_in(file: Any, name: str, path: Path) -> Tensor:
+    """(1,) or (kv heads,) float32."""
+    kept = file.get_slice(name)
+    dtype, shape = kept.get_dtype(), tuple(kept.get_shape())
+    # (), (1,) or (1, 1, 1) for a layer; (kv heads,) or (kv heads, 1, 1) for each of its heads.
+    if dtype not in _FLOATS or len(shape) > 3 or any(size != 1 for size in shape[1:]) or 0 in shape:
+        raise FileError(
+            f"{path} has {name} of {dtype} and shape {shape}: a scale of a cache is a float ({', '.join(_FLOATS)}), "
+            "one for a layer or (kv heads, 1, 1); give a checkpoint that has such"
+        )
+    scales: Tensor = file.get_tensor(name).float().flatten()
+    if not bool((scales.isfinite() & (scales > 0)).all()):
+        raise FileError(f"{path} has {name}, which is no finite number above 0: fetch it again")
+    return scales
+
+
+def _check_format(source: Path) -> None:
+    """What the configurations of compressed-tensors and of ModelOpt say of the cache, where they are there."""
+    told: list[tuple[str, object]] = []
+    if (source / _CONFIG).is_file():
+        scheme = _json_of(source / _CONFIG).get("quantization_config")
+        told += [(_CONFIG, scheme[key]) for key in _FORMATS if isinstance(scheme, dict) and scheme.get(key) is not None]
+    if (source / _MODELOPT).is_file():
+        scheme = _json_of(source / _MODELOPT).get("quantization")
+        if isinstance(scheme, dict) and scheme.get(_ALGORITHM) is not None:
+            told.append((_MODELOPT, scheme[_ALGORITHM]))
+    for name, kept in told:
+        is_fp8 = (
+            kept.get("type") == "float" and kept.get("num_bits") == 8 and kept.get("symmetric") is not False
+            if isinstance(kept, dict)
+            else kept == "FP8"
+        )
+        if not is_fp8:
+            raise FileError(
+                f"asked for the scales of a cache in 8-bit floats in {source}, whose {name} says that they are of "
+                f"{json.dumps(kept)}: give a checkpoint whose cache is in 8-bit floats (float, 8 bits, symmetric)"
+            )
+
+
 def _files_of(source: Path) -> list[Path]:
+    """The files of the weights: those that its index names, which must be all that are there."""
     found = sorted(source.glob("*.safetensors")) if source.is_dir() else []
     if not found:
         raise FileError(f"asked for the checkpoint in {source}, found no folder with *.safetensors: give one")
+    if (source / _INDEX).is_file():
+        named = _weight_map(_json_of(source / _INDEX), source)
+        there = {path.name for path in found}
+        if lacking := sorted({*named.values()} - there):
+            raise FileError(f"{source} has no {lacking[0]}, which its {_INDEX} names: fetch it")
+        if more := sorted(there - {*named.values()}):
+            raise FileError(
+                f"{source} has {more[0]}, which its {_INDEX} does not name: a second copy of the weights, which "
+                "loaders would take or leave; take it out of the folder, or give a folder without it"
+            )
+    owners: dict[str, Path] = {}
+    for path in found:
+        with _opened(path) as file:
+            names = file.keys()
+            for name in names:
+                if name in owners:
+                    raise FileError(
+                        f"{source} has {name} in {owners[name].name} and in {path.name}: a second copy of the "
+                        "weights; take one of them out of the folder"
+                    )
+                owners[name] = path
+    return found
+
+
+def _weight_map(index: dict[str, Any], source: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    found = index.get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise FileError(f"{source / _INDEX} has no weight_map with the file of each tensor: fetch it again")
     return found
 
 
@@ -235,6 +340,13 @@ def _json_of(path: Path) -> dict[str, Any]:
 def _with_scheme(config: dict[str, Any], source: Path, per: str) -> dict[str, Any]:
     """The configuration with the scheme of the cache in it."""
     known = config.get("quantization_config")
+    if (source / _MODELOPT).is_file():
+        raise FileError(
+            f"{source} has {_MODELOPT}, the configuration of ModelOpt, beside which scales of compressed-tensors would "
+            "be a second word on the cache: give a checkpoint without it"
+        )
+    if known is not None and not isinstance(known, dict):
+        raise FileError(f"{source} has a quantization_config that is no object of JSON: fetch it again")
     if known is not None and known.get("quant_method") != "compressed-tensors":
         raise FileError(
             f"{source} has weights of the scheme {known.get('quant_method')!r}, and scales of a cache stand in the "
@@ -277,7 +389,11 @@ def _places(files: Sequence[Path], source: Path, layers: Sequence[int]) -> dict[
 
 def _opened(path: Path) -> Any:
     try:
+        # The library would wait for a pipe without an end.
+        os.close(open_regular(path))
         return safe_open(path, framework="pt")
+    except FileError:
+        raise
     except (SafetensorError, OSError, ValueError) as error:
         raise FileError(f"{path} is damaged or no safetensors file ({error}): fetch it again") from error
 
