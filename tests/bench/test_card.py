@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def test_numbers_are_those_of_the_records(records):
     assert made.model == "HuggingFaceTB/SmolLM2-135M-Instruct" and made.plan_hash == PLAN.hash
 
 
-def test_it_comes_back_as_it_was_written(records, tmp_path):
+def test_it_comes_back_as_it_was_written(records, tmp_path, monkeypatch):
     made = make_card(PLAN, records)
     made.save(tmp_path / "card")
     assert Card.load(tmp_path / "card") == made and Plan.load(tmp_path / "card") == PLAN
@@ -65,7 +66,9 @@ def test_it_comes_back_as_it_was_written(records, tmp_path):
         Card.load(tmp_path / "card")
     with pytest.raises(KvtailorError, match=r"found none of plan.toml, fitted.toml"):
         Plan.load(tmp_path / "kivi4")
-    for line in (str(tmp_path / "nothing"), "kivi(bits=99) + " + "x" * 5000, "~nobody/there"):
+    monkeypatch.chdir(tmp_path / "card")
+    # No words are no plan, and not that of the folder one stands in.
+    for line in (str(tmp_path / "nothing"), "kivi(bits=99) + " + "x" * 5000, "~nobody/there", "", " "):
         with pytest.raises(PlanError):
             Plan.named(line)
 
@@ -88,6 +91,9 @@ def test_the_page_has_a_head_in_yaml_and_every_number(records):
 def test_layers_have_what_a_fit_measured_at_the_plan_s_widths(records):
     plan = Plan.parse("kivi(recent=32, key_bits=8, value_bits=4)")
     layers = made_fit(8).layers
+    with pytest.raises(KvtailorError, match=r"given are for 30, the layers that were measured are for 6"):
+        make_card(plan, records, layers)
+    records = [replace(each, tokens_by_head=None) for each in records]
     made = make_card(plan, records, layers)
     assert [(each.keys, each.values) for each in made.layers] == [
         (keys[1], values[2]) for keys, values in zip(layers.keys, layers.values, strict=True)
@@ -100,6 +106,8 @@ def test_layers_have_what_a_fit_measured_at_the_plan_s_widths(records):
 def test_a_plan_that_was_not_measured_and_several_models_are_refused(records):
     with pytest.raises(KvtailorError, match="those of .*fp8"):
         make_card(Plan.parse("kivi(bits=7)"), records)
+    with pytest.raises(KvtailorError, match="changes nothing"):
+        make_card(Plan.parse("full"), records)
     with pytest.raises(KvtailorError, match="one model"):
         make_card(PLAN, [*records, replace(records[0], model="another")])
     with pytest.raises(KvtailorError, match="do not have"):
@@ -131,6 +139,56 @@ def test_what_was_in_a_folder_is_not_written_over(records, tmp_path):
     (tmp_path / "card" / "README.md").mkdir()
     with pytest.raises(KvtailorError, match=r"README\.md is a folder"):
         made.save(tmp_path / "card")
+
+
+def test_the_number_of_layers_is_that_of_the_records(records):
+    """A setting that leaves the first and last layers whole stands beside a plan that does."""
+    plan = Plan.parse("turboquant4")
+    vllm = next(each for each in make_card(plan, records).settings if each.engine == "vLLM")
+    assert Plan.parse(vllm.neighbour).encode.table_layers == 30 and "how many layers" not in vllm.lacks
+    bare = [replace(each, tokens_by_head=None) for each in records]
+    vllm = next(each for each in make_card(plan, bare).settings if each.engine == "vLLM")
+    assert vllm.neighbour is None and "how many layers" in vllm.lacks
+
+
+@pytest.mark.parametrize("name", ["plan.toml", "card.json"])
+def test_a_pipe_or_a_link_in_the_place_of_a_card_s_file_is_refused(records, tmp_path, name):
+    card = tmp_path / "card"
+    made = make_card(PLAN, records)
+    made.save(card)
+    (card / "fitted.toml").write_text(Plan.parse("kivi4").to_toml())
+    kept = (card / name).read_bytes()
+    (tmp_path / "elsewhere").write_bytes(kept)
+
+    def refused(why):
+        for read in (Plan.load, Card.load, lambda folder: Plan.named(f"{folder}/")):
+            with pytest.raises(KvtailorError, match=why):
+                read(card)
+
+    (card / name).unlink()
+    os.mkfifo(card / name)
+    refused("is a pipe and no regular file")
+    for target in (tmp_path / "elsewhere", tmp_path / "nothing", card / name):
+        (card / name).unlink()
+        (card / name).symlink_to(target)
+        refused("is a link to")
+    (card / name).unlink()
+    (card / "renamed").write_bytes(kept)
+    (card / name).symlink_to("renamed")
+    assert Card.load(card) == made
+
+
+def test_a_card_in_the_hub_s_cache_is_read(records, tmp_path):
+    """There the files are links to `blobs`."""
+    made, blobs = make_card(PLAN, records), tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir(parents=True)
+    for folder in ("", "cards/kivi4"):
+        card = tmp_path / "models--a--b" / "snapshots" / "0123abc" / folder
+        made.save(card)
+        for each in [path for path in card.iterdir() if path.is_file()]:
+            each.rename(blobs / each.name)
+            each.symlink_to(blobs / each.name)
+        assert Card.load(card) == made and Plan.load(card) == PLAN
 
 
 def test_a_card_and_the_plan_beside_it_are_of_one_plan(records, tmp_path):
@@ -168,7 +226,14 @@ def test_a_loss_is_of_one_model_one_cache_and_the_newest_record(records):
 def test_names_from_outside_break_no_table_and_no_command(records):
     made = make_card(PLAN, records)
     [loss] = made.losses
-    odd = replace(made, model="evil\nname | x`y", losses=(replace(loss, text="my | text\n# boom"),))
+    odd = replace(
+        made,
+        model="evil\nname | x`y",
+        losses=(replace(loss, text="my | text\n# boom", dtype="float32\n# boom", text_hash="0`\n# boom"),),
+        answers=tuple(replace(each, hashes=("`\n# boom",)) for each in made.answers),
+        versions={**made.versions, "processor": "a`\n# boom"},
+        model_hash="`\n# boom",
+    )
     page = odd.readme()
     assert "\nname" not in page.split("---")[2] and "\n# boom" not in page and "| my / text # boom |" in page
     assert "kvtailor run --model 'evil name / x'\"'\"'y' --plan FOLDER" in page

@@ -198,6 +198,51 @@ def test_more_layers_than_any_model_has_are_refused(layers):
 def test_layers_that_the_engine_itself_leaves_whole_are_whole_in_the_neighbour():
     assert "layers=[1, 1, 0, 0, 1, 1]" in settings("turboquant4", layers=6)["vLLM"].neighbours[0]
     assert settings("turboquant4", layers=4)["vLLM"].neighbours == ()
+    # At most a half from each end, as TurboQuantConfig.get_boundary_skip_layers has it.
+    assert "layers=[1, 0, 1]" in settings("turboquant4", layers=3)["vLLM"].neighbours[0]
+    assert "by_layer" not in settings("turboquant4", layers=1)["vLLM"].neighbours[0]
+    assert settings("turboquant4", layers=2)["vLLM"].neighbours == ()
+
+
+def test_a_plan_that_depends_on_the_number_of_layers_stands_beside_nothing_until_it_is_known():
+    for text in ("turboquant4", "turboquant3", "sides(keys=fp8, values=vector(bits=4, symmetric=false))"):
+        unknown = settings(text)["vLLM"]
+        assert "turboquant" in unknown.setting and unknown.neighbours == ()
+        assert "before it is known how many layers the model has (--model NAME or --layers N" in unknown.lacks
+        known = settings(text, layers=6)["vLLM"]
+        assert known.neighbours and "how many layers" not in known.lacks
+    for each in settings("turboquant4").values():
+        assert all(Plan.parse(near).encode.table_layers is None for near in each.neighbours)
+
+
+@pytest.mark.parametrize("text", ["asymkv1", "bit_table(of=kivi, keys=0.01, values=0.0, high=8, low=4)"])
+def test_a_plan_whose_bits_depend_on_the_number_of_layers_asks_for_it(text):
+    with pytest.raises(ArgumentError, match=r"depend on how many layers the model has: say how many \(--model NAME"):
+        Plan.parse(text).exports()
+    assert len(settings(text, layers=30)) == len(ENGINES)
+
+
+@pytest.mark.parametrize(
+    "layers", [0, -3, True, 2.5, "30", [], [-1, 2], [0, 0], [3, 2], ["a"], [1.5], [True], {1, 2}], ids=repr
+)
+def test_numbers_that_are_no_layers_are_refused(layers):
+    with pytest.raises(ArgumentError, match="give how many there are, from 1 on, or their numbers"):
+        Plan.parse("kivi4").export("vllm", layers=layers)
+
+
+@pytest.mark.parametrize(
+    "keys, values",
+    [([(0, 1)], []), ([(0,)], [(0,)]), ([(0, float("nan"))], [(0, 1.0)]), ([(0, 1.0)], [(0, float("inf"))])],
+)
+def test_losses_that_are_not_one_for_each_width_are_refused(keys, values):
+    with pytest.raises(ArgumentError, match="at each width: fit again"):
+        Plan.parse("kivi4").export("vllm", measured=SimpleNamespace(widths=(0, 8), keys=keys, values=values))
+
+
+def test_layers_that_share_keys_and_values_have_no_counterpart():
+    assert all(each.setting is None for each in settings("minicache").values())
+    assert all(each.setting is None for each in settings("minicache", layers=30).values())
+    assert "has no layers that share their keys and values" in settings("minicache4", layers=30)["vLLM"].lacks
 
 
 @pytest.mark.parametrize(

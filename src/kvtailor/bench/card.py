@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from kvtailor.bench.measure.statistics import Estimate
-from kvtailor.bench.recorded_losses import has_losses, loss_of, losses_beside, pairs_with_full
+from kvtailor.bench.recorded_losses import has_losses, layers_of, loss_of, losses_beside, pairs_with_full
 from kvtailor.bench.report.tables.grid import interval
 from kvtailor.bench.schema import Record
 from kvtailor.errors import ArgumentError, KvtailorError
-from kvtailor.ops.files import make_folder, read_text, seal_json, seal_toml, unseal_json, write_whole
+from kvtailor.ops.files import file_within, make_folder, read_text, seal_json, seal_toml, unseal_json, write_whole
 from kvtailor.plan import Plan
 from kvtailor.plan.engines import WHO_DROPS, LayerLosses, widths_by_layer
 
@@ -167,8 +167,10 @@ class Card:
         Raises:
             KvtailorError: there is none, or it is not as it was written.
         """
-        where = Path(folder) / CARD_FILE
         try:
+            where = file_within(folder, CARD_FILE)
+            if where is None:
+                raise ArgumentError(f"it has no {CARD_FILE}")
             text, sealed = unseal_json(read_text(where))
             found = json.loads(text)
             if not sealed or found.pop("schema") != SCHEMA or {*found} != {each.name for each in fields(cls)}:
@@ -244,13 +246,13 @@ class Card:
 
     def _measured(self) -> Iterator[str]:
         dtypes = dict.fromkeys(each.dtype for each in self.losses)
-        yield f"Between {self.measured[0]} and {self.measured[1]}, in {', '.join(dtypes)}"
-        yield ", ".join(f"{name} {value}" for name, value in self.versions.items() if value is not None)
-        yield f"Model hash `{self.model_hash}`, plan hash `{self.plan_hash}`"
+        yield _plain(f"Between {self.measured[0]} and {self.measured[1]}, in {', '.join(dtypes)}")
+        yield _plain(", ".join(f"{name} {value}" for name, value in self.versions.items() if value is not None))
+        yield f"Model hash `{_plain(str(self.model_hash))}`, plan hash `{_plain(self.plan_hash)}`"
         for each in self.losses:
-            yield f"Tokens of {_plain(each.text)}: SHA-256 `{each.text_hash}`"
+            yield f"Tokens of {_plain(each.text)}: SHA-256 `{_plain(each.text_hash)}`"
         for said in self.answers:
-            digests = ", ".join(f"`{digest[:16]}`" for digest in said.hashes)
+            digests = ", ".join(f"`{_plain(digest[:16])}`" for digest in said.hashes)
             yield f"Tokens of {_plain(said.documents)}: SHA-256 {digests}"
         for name in self.calibrated_on:
             yield f"The plan's calibration was made from {_plain(name)}"
@@ -266,8 +268,11 @@ def make_card(plan: Plan, records: Sequence[Record], layers: LayerLosses | None 
         layers: what each layer loses by itself, as a fit has it.
 
     Raises:
-        KvtailorError: the records are of several models, or have no loss of the plan beside the uncompressed cache.
+        KvtailorError: the plan changes nothing, or the records are of several models, or have no loss of the plan
+            beside the uncompressed cache, or what a fit has is of another model's layers.
     """
+    if plan == Plan():
+        raise ArgumentError("asked for a card of 'full', which changes nothing: give the plan that is to be published")
     models = sorted({(each.model, each.model_hash) for each in records}, key=str)
     if len(models) != 1:
         told = ", ".join(f"{name} ({digest})" for name, digest in models)
@@ -351,7 +356,7 @@ def _layers(plan: Plan, measured: LayerLosses) -> Iterator[CardLayer]:
 
 
 def _settings(plan: Plan, records: Sequence[Record], layers: LayerLosses | None) -> Iterator[CardSetting]:
-    for each in plan.exports(measured=layers):
+    for each in plan.exports(layers=layers_of(records), measured=layers):
         beside = losses_beside(plan, each, records)
         yield CardSetting(
             engine=each.engine,

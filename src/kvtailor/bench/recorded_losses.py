@@ -12,7 +12,7 @@ from kvtailor.errors import KvtailorError
 from kvtailor.plan import Plan
 from kvtailor.plan.engines import EngineSetting
 
-__all__ = ["LossesBeside", "losses_beside", "recorded_loss"]
+__all__ = ["LossesBeside", "has_losses", "layers_of", "loss_of", "losses_beside", "pairs_with_full", "recorded_loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,12 @@ def losses_beside(plan: Plan, setting: EngineSetting, records: Sequence[Record])
         neighbour=chosen,
         setting=None if chosen is None else near[chosen],
     )
+
+
+def layers_of(records: Sequence[Record]) -> int | None:
+    """Return how many layers plans compress on the model of some records; None where they do not tell one number."""
+    counts = {len(each.tokens_by_head) for each in records if each.tokens_by_head is not None}
+    return counts.pop() if len(counts) == 1 else None
 
 
 def recorded_loss(plan: Plan, records: Sequence[Record]) -> Estimate | None:

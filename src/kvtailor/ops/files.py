@@ -29,6 +29,7 @@ from kvtailor.errors import FileError
 __all__ = [
     "FileContent",
     "append_line",
+    "file_within",
     "free_space",
     "make_folder",
     "open_regular",
@@ -95,6 +96,31 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         os.close(file)
         raise
     return file
+
+
+def file_within(folder: str | os.PathLike[str], name: str) -> Path | None:
+    """Return the path of a regular file that a folder has itself; None: nothing has that name there.
+
+    A link to a file of the same folder is one too, and so is what the hub's cache has: in
+    `snapshots/REVISION/` a link to a file of `blobs/` beside it.
+
+    Raises:
+        FileError: it is a link to somewhere else, or to nothing, or no regular file.
+    """
+    where = Path(folder)
+    path = where / name
+    if not os.path.lexists(path):
+        return None
+    if path.is_symlink():
+        home, target = Path(os.path.realpath(where)), Path(os.path.realpath(path))
+        blobs = [each.parent.parent / "blobs" for each in (home, *home.parents) if each.parent.name == "snapshots"]
+        if target.parent not in (home, *blobs) or not target.exists():
+            raise FileError(
+                f"{str(path)!r} is a link to {str(target)!r}, which is not there or is no file of that folder: put "
+                "the file itself there"
+            )
+    os.close(open_regular(path))
+    return path
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
+from math import isfinite
 from typing import Any, Literal, Protocol
 
 from kvtailor.encode.contract import Codec, CodecContext, TwoSided
@@ -77,7 +78,7 @@ class CacheType:
         keys, values: its sides.
         neighbours: plans of ours whose arithmetic is near, the nearest first; none where none was looked for.
         limits: what the engine documents of it, the rest of a sentence that begins with "It".
-        ends: layers at each end of a dense model that the engine itself leaves whole.
+        ends: layers at each end of a dense model that the engine itself leaves whole, where there are enough.
         checked: whether `kvtailor check --engine` measures it; of pairs of types those that are asked for most.
     """
 
@@ -93,17 +94,20 @@ class CacheType:
         """Return the plans of ours whose arithmetic is near, on a model of so many layers.
 
         Args:
-            whole: for each layer that a plan compresses, whether a setting leaves it whole. The engine's own are added
-                where there is more than one.
+            whole: for each layer that a plan compresses, whether a setting leaves it whole. The engine's own are added.
         """
-        ends = self.ends if len(whole) > 1 else 0
-        last = len(whole) - ends
-        kinds = [int(each or place < ends or place >= last) for place, each in enumerate(whole)]
+        own = self.own_whole(len(whole))
+        kinds = [int(each or place in own) for place, each in enumerate(whole)]
         if 0 not in kinds:
             return ()
         if 1 not in kinds:
             return self.neighbours
         return tuple(f"by_layer(of=[{each}, plain], layers={kinds})" for each in self.neighbours)
+
+    def own_whole(self, count: int) -> frozenset[int]:
+        """Return the places that the engine itself leaves whole, of so many layers: at most a half from each end."""
+        ends = min(self.ends, count // 2)
+        return frozenset((*range(ends), *range(count - ends, count)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +177,8 @@ def nearest_settings(
         measured: what each of these layers loses by itself.
 
     Raises:
-        ArgumentError: the numbers of layers do not agree, or are above 100,000.
+        ArgumentError: the numbers of layers do not agree, are above 100,000, or are not known and the plan's bits
+            depend on them.
     """
     return tuple(_settings(ENGINES, codec, drops, layers, measured))
 
@@ -190,7 +195,8 @@ def setting_of(
 
     Raises:
         UnknownName: there is no such engine here.
-        ArgumentError: the numbers of layers do not agree, or are above 100,000.
+        ArgumentError: the numbers of layers do not agree, are above 100,000, or are not known and the plan's bits
+            depend on them.
     """
     known = {each.name.lower(): each for each in ENGINES}
     if engine.lower() not in known:
@@ -206,7 +212,12 @@ def _settings(
     measured: LayerLosses | None,
 ) -> Iterator[EngineSetting]:
     numbers = _numbers(codec, layers, measured)
-    stored = _stored(codec, len(numbers), drops)
+    if numbers is None and any(_stored(codec, count, drops) != _stored(codec, 1, drops) for count in _COUNTS):
+        raise ArgumentError(
+            "asked for a setting of an engine for a plan whose bits depend on how many layers the model has: say how "
+            "many (--model NAME or --layers N; layers= in Python)"
+        )
+    stored = _stored(codec, 1 if numbers is None else len(numbers), drops)
     counted = layers is None or isinstance(layers, int)
     for engine in engines:
         yield _nearest(codec, stored, engine, drops, numbers, measured, counted)
@@ -229,10 +240,16 @@ def widths_by_layer(codec: Codec, layers: int) -> list[tuple[float, float] | Non
 
 # More than any model has, and few enough for every list of them.
 _MOST_LAYERS = 100_000
+# Numbers of layers by which it is seen whether a plan depends on them.
+_COUNTS = (2, 3, 1000)
 
 
-def _numbers(codec: Codec, layers: int | Sequence[int] | None, measured: LayerLosses | None) -> tuple[int, ...]:
-    """The model's numbers of the layers that are compressed, or 0, 1, ... where only their count is known."""
+def _numbers(codec: Codec, layers: int | Sequence[int] | None, measured: LayerLosses | None) -> tuple[int, ...] | None:
+    """The model's numbers of the layers that are compressed, or 0, 1, ... where only their count is known.
+
+    None: not even that is.
+    """
+    _check_given(layers, measured)
     known = {
         "the layers that were given": None if layers is None else layers if isinstance(layers, int) else len(layers),
         "the plan's table": codec.table_layers,
@@ -250,7 +267,28 @@ def _numbers(codec: Codec, layers: int | Sequence[int] | None, measured: LayerLo
         raise ArgumentError(f"asked for a setting of an engine, but numbers of layers differ: {told}")
     if layers is not None and not isinstance(layers, int):
         return tuple(layers)
-    return tuple(range(next(iter(counts.values()), 1)))
+    return tuple(range(next(iter(counts.values())))) if counts else None
+
+
+def _check_given(layers: object, measured: LayerLosses | None) -> None:
+    """Refuse numbers that no model's layers have, and losses that are not one for each width."""
+    if layers is not None:
+        numbers = [layers] if not isinstance(layers, Sequence) or isinstance(layers, str) else layers
+        least = 1 if numbers is not layers else 0
+        whole = all(isinstance(each, int) and not isinstance(each, bool) and each >= least for each in numbers)
+        if not numbers or not whole or any(one >= other for one, other in pairwise(numbers)):
+            raise ArgumentError(
+                f"asked for a setting of an engine for layers {str(layers)[:60]}: give how many there are, from 1 on, "
+                "or their numbers in the model, from 0 on and ascending"
+            )
+    if measured is not None:
+        rows = [*measured.keys, *measured.values]
+        even = len(measured.keys) == len(measured.values) and {*map(len, rows)} <= {len(measured.widths)}
+        if not even or not all(isfinite(loss) for row in rows for loss in row):
+            raise ArgumentError(
+                "asked for a setting of an engine by measured losses of layers, which are not one finite number for "
+                "the keys and one for the values of each layer at each width: fit again"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +316,7 @@ def _stored(codec: Codec, count: int, drops: str) -> _Stored | None:
         if keys is None or values is None:
             return None
         sides.append((keys, values))
-    if not sides:
+    if all(keys.bits == values.bits == 16 for keys, values in sides):
         floats = Side(bits=8, forms=("floats",))
         return _Stored(keys=floats, values=floats) if drops else None
     of_keys, of_values = (
@@ -319,11 +357,11 @@ def _nearest(
     stored: _Stored | None,
     engine: Engine,
     drops: str,
-    numbers: tuple[int, ...],
+    numbers: tuple[int, ...] | None,
     measured: LayerLosses | None,
     counted: bool,
 ) -> EngineSetting:
-    """The nearest setting of one engine; `counted`: the numbers are counts, not the model's."""
+    """The nearest setting of one engine; `counted`: the numbers are counts, not the model's; None: not known."""
     lacks = [f"drops no tokens, so {drops} is missing"] if drops else []
     setting, skipping = None, ""
     neighbours: tuple[str, ...] = ()
@@ -331,8 +369,8 @@ def _nearest(
     if stored is not None:
         chosen = min(engine.types, key=lambda each: _distance(stored, each))
         if engine.skip:
-            chosen, places, skipping = _skip(engine, stored, chosen, len(numbers), measured)
-            skipped = tuple(numbers[place] for place in places)
+            chosen, places, skipping = _skip(engine, stored, chosen, 1 if numbers is None else len(numbers), measured)
+            skipped = () if numbers is None else tuple(numbers[place] for place in places)
             if skipped and counted:
                 skipping += " Layers are counted as the plan counts them, among those that it compresses."
         setting = chosen.option
@@ -353,9 +391,19 @@ def _nearest(
             lacks.append(
                 f"{engine.rounds}, so that the newest {codec.tail}, which the plan keeps whole, have no counterpart"
             )
+        if any(each.across for each in with_nested(codec) if isinstance(each, Codec)):
+            lacks.append("has no layers that share their keys and values, as the plan's do")
         if chosen.limits:
             lacks.append(chosen.limits)
-        neighbours = chosen.counterparts([number in skipped for number in numbers])
+        if numbers is not None:
+            neighbours = chosen.counterparts([number in skipped for number in numbers])
+        elif not chosen.ends:
+            neighbours = chosen.neighbours
+        else:
+            lacks.append(
+                "has no plan of kvtailor beside it before it is known how many layers the model has (--model NAME or "
+                "--layers N; layers= in Python)"
+            )
     return EngineSetting(
         engine=engine.name,
         setting=setting,
@@ -425,7 +473,7 @@ def _least_loss(
         return None
     at_keys, at_values = (list(measured.widths).index(int(bits)) for bits in wanted)
     losses = [keys[at_keys] + values[at_values] for keys, values in zip(measured.keys, measured.values, strict=True)]
-    own = {*range(min(each.ends, count)), *range(max(0, count - each.ends), count)}
+    own = each.own_whole(count)
     spare = room - 32 * len(own) - sum(wanted) * (count - len(own))
     most = int(spare // (32 - sum(wanted))) if sum(wanted) < 32 else 0
     if spare < 0:

@@ -26,7 +26,7 @@ from kvtailor.encode.contract import Codec
 from kvtailor.errors import KvtailorError, PlanError
 from kvtailor.merge.contract import Merger
 from kvtailor.method import Method
-from kvtailor.ops.files import read_text, read_toml
+from kvtailor.ops.files import file_within, read_text, read_toml
 from kvtailor.ops.notebook_html import Shown, Strong, html_block, html_table
 from kvtailor.plan import registry
 from kvtailor.plan.arguments import given_of, identity_of, with_nested, word_of
@@ -131,7 +131,7 @@ class Plan:
         try:
             return parse(text)
         except PlanError:
-            if _is_folder(path):
+            if path and _is_folder(path):
                 return cls.load(path)
             raise
 
@@ -145,21 +145,21 @@ class Plan:
         """
         where = Path(path).expanduser()
         file = where
-        if where.is_dir():
-            there = [where / name for name in _PLAN_FILES if (where / name).is_file()]
-            if not there:
-                raise KvtailorError(f"asked for the plan in {where}, found none of {', '.join(_PLAN_FILES)} there")
-            file = there[0]
         try:
+            if where.is_dir():
+                there = [found for name in _PLAN_FILES if (found := file_within(where, name)) is not None]
+                if not there:
+                    raise KvtailorError(f"asked for the plan in {where}, found none of {', '.join(_PLAN_FILES)} there")
+                file = there[0]
             plan = cls.from_toml(read_toml(file))
         except OSError as error:
             raise KvtailorError(f"the plan file {file} cannot be read: {error}") from error
-        card = where / _CARD_FILE
         try:
-            told = json.loads(read_text(card))["plan"] if card.is_file() else None
+            card = file_within(where, _CARD_FILE) if where.is_dir() else None
+            told = None if card is None else json.loads(read_text(card))["plan"]
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise KvtailorError(
-                f"{card}, beside {file}, cannot be read: {error!r}: run `kvtailor card` again"
+                f"{where / _CARD_FILE}, beside {file}, cannot be read ({error}): run `kvtailor card` again"
             ) from error
         if told is not None and told != str(plan):
             raise KvtailorError(f"{file} has the plan {plan}, and the card beside it is of {told}: one was changed")
@@ -263,7 +263,8 @@ class Plan:
 
         Raises:
             UnknownName: there is no such engine here.
-            ArgumentError: the numbers of layers do not agree, or are above 100,000.
+            ArgumentError: the numbers of layers do not agree, are above 100,000, or are not known and the plan's bits
+                depend on them.
         """
         return setting_of(engine, self.encode, drops=self._drops, layers=layers, measured=measured)
 
