@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kvtailor
 from kvtailor import lmcache_serde
 from kvtailor.encode.contract import CodecContext
 from kvtailor.errors import ArgumentError, FileError, KvtailorError
@@ -104,7 +105,7 @@ def test_shapes_that_are_no_chunk_and_buffers_that_are_too_small_are_refused() -
         serializer.serialize(SimpleNamespace(tensor=chunk), SimpleNamespace(tensor=torch.zeros(9).byte()), None)
     with pytest.raises(ArgumentError, match="no tensor"):
         serializer.serialize(SimpleNamespace(tensor=None), SimpleNamespace(tensor=chunk), None)
-    with pytest.raises(ArgumentError, match="table is for 3 layers, and the chunk has 2"):
+    with pytest.raises(ArgumentError, match="it has codecs for 3 layers; the plan compresses 2"):
         Serializer(PLANS[4], SIZE).estimate_serialized_size(layout_of(chunk[:, :2]))
 
 
@@ -142,10 +143,10 @@ def test_any_flipped_bit_of_a_chunk_is_found(plan: str) -> None:
     reader.deserialize(SimpleNamespace(tensor=buffer), place, None)
 
 
-@pytest.mark.parametrize("size", [0, -32])
+@pytest.mark.parametrize("size", [0, -32, 64.5, 64.0, True, "64", None])
 @pytest.mark.parametrize("side", [Serializer, Deserializer])
 def test_a_head_without_channels_is_refused(side: type, size: int) -> None:
-    with pytest.raises(ArgumentError, match=f"head_size={size}: give the channels"):
+    with pytest.raises(ArgumentError, match=f"head_size={size!r}: give the channels"):
         side("kivi4", size)
 
 
@@ -161,6 +162,42 @@ def test_chunks_and_places_of_integers_are_refused() -> None:
         serializer.serialize(SimpleNamespace(tensor=integers), SimpleNamespace(tensor=buffer), None)
     with pytest.raises(ArgumentError, match=r"a chunk of torch\.int8"):
         Deserializer("kivi4", SIZE).deserialize(SimpleNamespace(tensor=buffer), SimpleNamespace(tensor=integers), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64], ids=str)
+def test_chunks_of_other_floats_are_refused(dtype: torch.dtype) -> None:
+    chunk = chunk_of().to(dtype)
+    with pytest.raises(ArgumentError, match="floats of 16 or 32 bits"):
+        Serializer("kivi4", SIZE).estimate_serialized_size(layout_of(chunk))
+
+
+@pytest.mark.parametrize("empty", [1, 2, 3])
+def test_chunks_without_numbers_are_refused(empty: int) -> None:
+    sizes = [0 if place == empty else size for place, size in enumerate((2, LAYERS, TOKENS, HEADS * SIZE))]
+    with pytest.raises(ArgumentError, match="which has no numbers"):
+        Serializer("kivi4", SIZE).estimate_serialized_size(layout_of(torch.empty(sizes, dtype=torch.bfloat16)))
+
+
+def test_a_chunk_is_read_only_as_it_was_stored() -> None:
+    chunk, serializer = chunk_of(), Serializer("kivi4", SIZE)
+    buffer = torch.zeros(serializer.estimate_serialized_size(layout_of(chunk)), dtype=torch.uint8)
+    serializer.serialize(SimpleNamespace(tensor=chunk), SimpleNamespace(tensor=buffer), None)
+    for size, place, why in (
+        (SIZE, torch.empty_like(chunk, dtype=torch.float16), r"in torch\.bfloat16 is stored, asked for one"),
+        (2 * SIZE, torch.empty_like(chunk), f"stored with heads of {SIZE} channels, and head_size is {2 * SIZE}"),
+    ):
+        with pytest.raises(KvtailorError, match=why):
+            Deserializer("kivi4", size).deserialize(SimpleNamespace(tensor=buffer), SimpleNamespace(tensor=place), None)
+    apart = torch.zeros(buffer.numel(), 2, 2, dtype=torch.uint8)[..., 0]
+    with pytest.raises(ArgumentError, match="do not lie one after another"):
+        serializer.serialize(SimpleNamespace(tensor=chunk), SimpleNamespace(tensor=apart), None)
+
+
+def test_a_calibration_of_another_model_is_refused(tmp_path: Path) -> None:
+    made = tmp_path / "scales.safetensors"
+    kvtailor.calibrate("demo", "static_fp8", {"text": "word " * 400}, out=made, tokens=64, context=64)
+    with pytest.raises(ArgumentError, match="under a plan that does not fit"):
+        Serializer(f"static_fp8(file='{made}')", SIZE).estimate_serialized_size(layout_of(chunk_of()))
 
 
 def lmcache_of_the_same_shape() -> dict[str, ModuleType]:
@@ -197,6 +234,20 @@ def test_a_server_that_loads_the_module_knows_the_serde(monkeypatch: pytest.Monk
     made = modules["lmcache"].known["kvtailor"]({"plan": "kivi4", "head_size": 32, "max_workers": 2})
     base = modules["lmcache.v1.distributed.serde.base"]
     assert isinstance(made[0], base.Serializer) and isinstance(made[1], base.Deserializer) and made[2] == 2
+    whole = {"type": "kvtailor", "plan": "kivi4", "head_size": 32}
+    assert modules["lmcache"].known["kvtailor"](whole)[2] == 1
+    for wrong, why in (
+        ({"head_size": 64.5}, r"head_size=64\.5: give the channels"),
+        ({"max_workers": 1.5}, r"max_workers=1\.5: give a number of threads"),
+        ({"max_workers": 0}, "max_workers=0: give"),
+        ({"plan": 4}, "plan=4: give a plan"),
+        ({"max_worker": 2}, "with head_size, max_worker, plan: give plan and head_size"),
+    ):
+        with pytest.raises(ArgumentError, match=why):
+            modules["lmcache"].known["kvtailor"]({**whole, **wrong})
+    for name in ("plan", "head_size"):
+        with pytest.raises(ArgumentError, match="give plan and head_size"):
+            modules["lmcache"].known["kvtailor"]({key: value for key, value in whole.items() if key != name})
 
 
 @pytest.mark.skipif(

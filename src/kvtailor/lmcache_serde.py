@@ -37,6 +37,7 @@ NAME = "kvtailor"
 # Then 8 bytes with the size of the chunk, 4 with that of its head, and 4 with the CRC-32 of both and of what follows.
 _MAGIC = b"kvtailor-chunk-2"
 _ALIGNED = 16
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class MemoryObject(Protocol):
@@ -68,16 +69,13 @@ class _Chunks:
 
     Raises:
         ArgumentError: the plan drops tokens, changes nothing, or has a codec that needs what LMCache does not have; or
-            the head size is below 1.
+            the head size is no whole number from 1 on.
     """
 
     def __init__(self, plan: str, head_size: int):
-        if head_size < 1:
-            raise ArgumentError(
-                f"asked to store chunks of LMCache with head_size={head_size}: give the channels of a kv head"
-            )
+        _check_count("head_size", head_size, "the channels of a kv head")
         parsed = Plan.named(plan)
-        self.codec, self.head_size = parsed.encode, head_size
+        self.plan, self.codec, self.head_size = parsed, parsed.encode, head_size
         why = _why_not(parsed)
         if why is not None:
             raise ArgumentError(f"asked to store chunks of LMCache under the plan {parsed}, {why}")
@@ -163,6 +161,11 @@ class _Chunks:
                 at = end + -end % _ALIGNED
             segment: Segment = self._on(layer, shape[1], heads).restore(layout, kind["fields"], tensors)
             for side, states in enumerate(segment.decode()):
+                if states.shape != (heads, shape[2], self.head_size):
+                    raise FileError(
+                        f"a chunk of LMCache was stored with heads of {states.shape[-1]} channels, and head_size is "
+                        f"{self.head_size}: give the serde that it was stored with, or take it away"
+                    )
                 chunk[side, layer] = states.transpose(0, 1).flatten(1)
         return chunk
 
@@ -177,10 +180,12 @@ class _Chunks:
                 f"asked to store a chunk of {tuple(shape)}: expected (2, layers, tokens, heads * {self.head_size}), as "
                 "LMCache has it for attention with keys and values; head_size is an argument of the serde"
             )
-        table = self.codec.table_layers
-        if table not in (None, shape[1]):
-            raise ArgumentError(f"the plan's table is for {table} layers, and the chunk has {shape[1]}")
-        return int(shape[3] // self.head_size)
+        if 0 in shape:
+            raise ArgumentError(f"asked to store a chunk of {tuple(shape)}, which has no numbers: leave it out")
+        heads = int(shape[3] // self.head_size)
+        if faults := self.plan.misfits(layers=shape[1], heads=heads, size=self.head_size):
+            raise ArgumentError(f"asked to store a chunk of {tuple(shape)} under a plan that does not fit: {faults[0]}")
+        return heads
 
 
 class Serializer:
@@ -197,6 +202,8 @@ class Serializer:
             ArgumentError: one of them has no tensor, the chunk has no floats, or the buffer is too small.
         """
         chunk, buffer = _tensor_of(src), _tensor_of(dst)
+        if not buffer.is_contiguous():
+            raise ArgumentError("asked to write a chunk into a buffer whose bytes do not lie one after another")
         data = self._chunks.packed(chunk)
         room = buffer.flatten().view(torch.uint8)
         if room.numel() < len(data):
@@ -235,8 +242,11 @@ class Deserializer:
         data, place = _tensor_of(src).contiguous().flatten().view(torch.uint8).cpu(), _tensor_of(dst)
         _check_floats(place.dtype)
         chunk = self._chunks.unpacked(data)
-        if chunk.shape != place.shape:
-            raise ArgumentError(f"a chunk of {tuple(chunk.shape)} is stored, asked for one of {tuple(place.shape)}")
+        if (chunk.shape, chunk.dtype) != (place.shape, place.dtype):
+            raise ArgumentError(
+                f"a chunk of {tuple(chunk.shape)} in {chunk.dtype} is stored, asked for one of {tuple(place.shape)} in "
+                f"{place.dtype}"
+            )
         place.copy_(chunk)
 
 
@@ -253,8 +263,16 @@ def register() -> None:
     base.Deserializer.register(Deserializer)
 
     def made(arguments: Mapping[str, Any]) -> Any:
-        plan, head_size = str(arguments["plan"]), int(arguments["head_size"])
-        workers = int(arguments.get("max_workers", 1))
+        given = {name: value for name, value in arguments.items() if name != "type"}
+        if not {"plan", "head_size"} <= given.keys() <= {"plan", "head_size", "max_workers"}:
+            raise ArgumentError(
+                f"asked for the serde {NAME} of LMCache with {', '.join(sorted(given)) or 'nothing'}: give plan and "
+                "head_size, and max_workers where more than one thread is to work"
+            )
+        plan, head_size, workers = given["plan"], given["head_size"], given.get("max_workers", 1)
+        if not isinstance(plan, str):
+            raise ArgumentError(f"asked for the serde {NAME} of LMCache with plan={plan!r}: give a plan in one line")
+        _check_count("max_workers", workers, "a number of threads")
         return threads.AsyncSerdeProcessor(
             Serializer(plan, head_size), Deserializer(plan, head_size), max_workers=workers
         )
@@ -280,11 +298,17 @@ def _why_not(plan: Plan) -> str | None:
     return None
 
 
+def _check_count(name: str, value: object, what: str) -> None:
+    """Refuse all but whole numbers from 1 on; a number with a fraction would be cut in silence."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ArgumentError(f"asked to store chunks of LMCache with {name}={value!r}: give {what}")
+
+
 def _check_floats(dtype: torch.dtype) -> None:
-    if not dtype.is_floating_point:
+    if dtype not in _FLOATS:
         raise ArgumentError(
-            f"asked to store or read a chunk of {dtype}: the codecs of plans take floats, so let the engine keep its "
-            "cache in bfloat16 or float16, or leave the serde out"
+            f"asked to store or read a chunk of {dtype}: the codecs of plans take floats of 16 or 32 bits, so let the "
+            "engine keep its cache in bfloat16, float16 or float32, or leave the serde out"
         )
 
 
