@@ -25,6 +25,7 @@ from kvtailor.bench.report.rows import Row
 from kvtailor.bench.report.suite.ranking import Place, Ranking, Score, rank
 from kvtailor.bench.report.tables.grid import interval
 from kvtailor.bench.report.tables.quality import difference
+from kvtailor.bench.report.verdict.verdict import judge
 from kvtailor.bench.schema import latest, read_records
 from kvtailor.bench.suite.suite import read_suite
 from kvtailor.errors import PlanError
@@ -40,7 +41,7 @@ PAGES = (
 MODELS = {"SmolLM2-135M": "smollm2-135m", "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0.5b"}
 """The folder of records in docs/records of each model."""
 START = {
-    "half, nothing to notice": "kivi(key_bits=8, value_bits=4, recent=32)",
+    "half": "kivi(key_bits=8, value_bits=4, recent=32)",
     "a third, slower tokens": "kvquant4",
     "a quarter, fast": "turboquant4",
     "less than a quarter, slower tokens": "k3v3",
@@ -49,11 +50,11 @@ START = {
 }
 """What README recommends, by what a reader wants."""
 ALSO = (
-    "| an eighth | `fit`, above | 12.5 % | no plan that was measured is safe on either | |",
+    "| an eighth | `fit`, above | 12.5 % | no plan that was measured is safe on either | | |",
     "| questions that come later | codes, or `kvtailor.read(model, tokenizer, text, plan=plan)` | |"
-    " measured on SmolLM2: [which plans](docs/how-to/ask-later.md) | |",
+    " measured on SmolLM2: [which plans](docs/how-to/ask-later.md) | | |",
     "| endless decoding | `streamingllm @ tokens=1024` | fixed | forgets the middle;"
-    " [beyond memory](docs/how-to/beyond-memory.md) | |",
+    " [beyond memory](docs/how-to/beyond-memory.md) | | |",
 )
 """What README says below them."""
 NOVELS, NEEDLES = "novels, ΔNLL", "needle, points"
@@ -158,12 +159,36 @@ def read_rankings(records: Path = ROOT / "docs" / "records") -> dict[str, Rankin
     return found
 
 
+@cache
+def judgements(records: Path = ROOT / "docs" / "records") -> dict[str, dict[str, str]]:
+    """Return what the report of each model's records says of each plan's loss: "shown", "harmful", or "not shown"."""
+    found = {}
+    for name, folder in MODELS.items():
+        if (records / folder).is_dir():
+            run = summarise(read_records(records / folder))
+            judged, _ = judge(run.rows, run.measures, run.margins)
+            found[name] = {
+                each.row.label: "shown" if each.complete and each.shown else "harmful" if each.worse else "not shown"
+                for each in judged
+            }
+    return found
+
+
+def _judged(plan: str) -> str:
+    """One word of a plan over all models, as the report of their records has it."""
+    words = {name: told.get(plan, "not shown") for name, told in judgements().items()}
+    harmful = [name for name, word in words.items() if word == "harmful"]
+    if harmful:
+        return f"harmful on {', '.join(harmful)}"
+    return "safe" if {*words.values()} == {"shown"} else "not shown"
+
+
 def _start(models: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
-    yield f"| you want | start from | bytes | {' | '.join(f'lost on {name}' for name in models)} |"
-    yield "|---|---|---|" + "---|" * len(models)
+    yield f"| you want | start from | bytes | {' | '.join(f'lost on {name}' for name in models)} | judged |"
+    yield "|---|---|---|" + "---|" * len(models) + "---|"
     for want, plan in START.items():
         rows = [rows.get(plan) for rows in models.values()]
-        cells = [_lost(row, ends=False) for row in rows]
+        cells = [*(_lost(row, ends=False) for row in rows), _judged(plan)]
         yield f"| {want} | `{plan}` | {_bytes(rows)} | {' | '.join(cells)} |"
     yield from ALSO
 

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from tests.docs.test_site import REPOSITORY
 
+from kvtailor.bench.report import summarise
 from kvtailor.bench.schema import latest, read_records
 from kvtailor.cli import main
 from kvtailor.plan import Plan
@@ -39,6 +40,21 @@ def test_another_number_in_a_record_is_another_page():
     more = {loss.name: loss._replace(value=loss.value + 0.002)}
     models[name][plan] = replace(row, numbers={**row.numbers, **more})
     assert SCRIPT["written"](page, models, {}) != page
+
+
+def test_readme_judges_its_plans_as_the_report_of_the_same_records_does():
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    rows = {
+        plan: next(line for line in text.splitlines() if f"| `{plan}` |" in line) for plan in SCRIPT["START"].values()
+    }
+    for name, folder in SCRIPT["MODELS"].items():
+        said = summarise(read_records(RECORDS / folder)).advice.sentence
+        for plan, row in rows.items():
+            word = row.split("|")[-2].strip()
+            assert word in ("safe", "not shown") or word.startswith("harmful on ")
+            if said.startswith("Use none of these plans yet"):
+                assert word != "safe" and "nothing to notice" not in row, f"{plan} on {name}"
+    assert "harmful on SmolLM2-135M" in rows["snapkv(kernel=21) + adakv @ keep=0.25"]
 
 
 def test_of_two_plans_of_one_name_at_a_budget_the_table_has_the_one_with_most_bytes():
