@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 from tests.support.fitting.made_fits import made_fit
 
+from kvtailor import load_model
 from kvtailor.bench.measure.statistics import mean_difference
 from kvtailor.bench.schema import read_records
 from kvtailor.cli import main
@@ -49,6 +50,51 @@ def test_losses_are_those_of_the_records(plan, near):
             mean_difference(ours["nll"], full["nll"], documents=ours["document"]).value
         )
     assert found["losses"]["setting"] is not None
+
+
+def test_the_number_of_layers_is_asked_for_or_taken_from_the_records():
+    code, text = run("vllm", "asymkv1")
+    assert code == 2 and "(--model NAME or --layers N" in " ".join(text.split())
+    for more in (("--records", str(RECORDS)), ("--layers", "30")):
+        code, text = run("vllm", "turboquant4", *more, "--json")
+        found = json.loads(text.splitlines()[-1])
+        assert code == 0 and all(Plan.parse(near).encode.table_layers == 30 for near in found["neighbours"])
+        assert run("vllm", "asymkv1", *more)[0] == 0
+
+
+def test_modelopt_s_file_is_written_only_on_the_word_that_nobody_reads_it(tmp_path):
+    model, _ = load_model("demo")
+    model.save_pretrained(tmp_path / "demo")
+    words = ["modelopt", "fp8", "--model", str(tmp_path / "demo"), "--out", str(tmp_path / "made.json")]
+    code, text = run(*words)
+    assert code == 2 and "give --unread" in " ".join(text.split()) and not (tmp_path / "made.json").exists()
+    code, text = run(*words, "--unread", "--json")
+    assert code == 0 and "No released engine reads it, and it has no scales." in " ".join(text.split())
+    made = json.loads((tmp_path / "made.json").read_text())
+    assert json.loads(text.splitlines()[-1])["file"] == made
+    layers = made["quantization"]["kv_cache_quantized_layers"]
+    assert [*layers] == [f"model.layers.{layer}.self_attn" for layer in range(model.config.num_hidden_layers)]
+    code, text = run(*words, "--unread")
+    assert code == 2 and "there already" in text
+    code, text = run(*words[:4], "--unread")
+    assert code == 0 and '"kv_cache_schema_version": 1' in text
+    code, text = run("modelopt", "fp8", "--unread")
+    assert code == 2 and "give --model" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("vllm", "fp8", "--unread"),
+        ("compressed-tensors", "fp8", "--layers", "3"),
+        ("compressed-tensors", "fp8", "--unread"),
+        ("modelopt", "fp8", "--unread", "--layers", "3"),
+        ("modelopt", "fp8", "--unread", "--records", str(RECORDS)),
+    ],
+)
+def test_options_that_say_nothing_there_are_refused(words):
+    code, text = run(*words)
+    assert code == 2 and "says nothing about" in text
 
 
 def test_what_was_not_measured_is_null():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_CHECKPOINT = "compressed-tensors"
+_CHECKPOINT, _SCHEMA = "compressed-tensors", "modelopt"
 
 
 @click.command(short_help="Write a plan as the nearest setting of another engine.")
@@ -32,8 +33,11 @@ _CHECKPOINT = "compressed-tensors"
     "compressed-tensors the checkpoint's folder.",
 )
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="compressed-tensors: the folder that the checkpoint is copied to."
+    "--out",
+    type=click.Path(path_type=Path),
+    help="compressed-tensors: the folder that the checkpoint is copied to; modelopt: the file to make.",
 )
+@click.option("--unread", is_flag=True, help="modelopt: write a file that no released engine reads.")
 @click.option(
     "--records",
     type=click.Path(exists=True, path_type=Path),
@@ -46,13 +50,14 @@ def command(
     layers: int | None,
     model: str | None,
     out: Path | None,
+    unread: bool,
     records: Path | None,
     as_json: bool,
 ) -> None:
     """Write PLAN, a line, a TOML file or a fit's folder, as the nearest setting of ENGINE.
 
-    Engines: vllm, sglang, tensorrt-llm, llama.cpp, transformers; and compressed-tensors, which gets a copy of the
-    checkpoint with calibrated scales.
+    Engines: vllm, sglang, tensorrt-llm, llama.cpp, transformers; compressed-tensors, which gets a copy of the
+    checkpoint with calibrated scales; and modelopt, the formats of layers in a file that no released engine reads.
 
     \b
     kvtailor export vllm fitted     # layers to skip by their measured losses
@@ -62,19 +67,27 @@ def command(
     No engine runs a plan of kvtailor. What the setting lacks is said, and its loss where --records has measured it.
     """
     if engine.lower() == _CHECKPOINT:
+        _refuse({"--layers": layers is not None, "--unread": unread}, _CHECKPOINT)
         _write_checkpoint(plan, model, out, records, as_json)
         return
+    if engine.lower() == _SCHEMA:
+        _refuse({"--layers": layers is not None, "--records": records is not None}, _SCHEMA)
+        _write_schema(plan, model, out, unread, as_json)
+        return
+    _refuse({"--unread": unread}, engine)
     if out is not None:
-        raise click.UsageError(f"--out is for {_CHECKPOINT}: the settings of {engine} are printed.")
-    from kvtailor.bench.recorded_losses import losses_beside
+        raise click.UsageError(f"--out is for {_CHECKPOINT} and {_SCHEMA}: the settings of {engine} are printed.")
+    from kvtailor.bench.recorded_losses import layers_of, losses_beside
     from kvtailor.bench.schema import read_records
     from kvtailor.plan.engines import WHO_DROPS
 
     if layers is not None and model is not None:
         raise click.UsageError("--layers and --model both say which layers are compressed: give one.")
     parsed, measured = read_plan_and_layers(plan)
-    setting = parsed.export(engine, layers=layers if model is None else _numbers(model), measured=measured)
-    losses = None if records is None else losses_beside(parsed, setting, read_records(records))
+    found = None if records is None else read_records(records)
+    counted = layers_of(found) if layers is None and found is not None else layers
+    setting = parsed.export(engine, layers=counted if model is None else _numbers(model), measured=measured)
+    losses = None if found is None else losses_beside(parsed, setting, found)
     say(setting.setting or f"{setting.engine} has no setting that comes near: serve with its uncompressed cache.")
     if setting.lacks:
         say(f"{setting.engine}: {setting.lacks}")
@@ -93,8 +106,8 @@ def command(
             _say_loss(f"kvtailor's {losses.neighbour}, {beside}", losses.setting, records)
     say(f"Options as of {setting.engine} {setting.version} ({setting.source}); none was run on a GPU.")
     if as_json:
-        found = {} if losses is None else asdict(losses)
-        click.echo(json.dumps({"plan": str(parsed), **asdict(setting), "losses": found}, ensure_ascii=False))
+        told = {} if losses is None else asdict(losses)
+        click.echo(json.dumps({"plan": str(parsed), **asdict(setting), "losses": told}, ensure_ascii=False))
 
 
 def _say_loss(whose: str, loss: Estimate | None, records: Path | None) -> None:
@@ -137,6 +150,48 @@ def _write_checkpoint(
     if as_json:
         found = {"plan": str(parsed), "folder": str(made.folder), "tensors": made.names, "without": made.without}
         click.echo(json.dumps({**found, "loss": None if loss is None else asdict(loss)}, ensure_ascii=False))
+
+
+def _refuse(given: Mapping[str, bool], engine: str) -> None:
+    """Options that say nothing there."""
+    idle = [name for name, is_given in given.items() if is_given]
+    if idle:
+        raise click.UsageError(f"{', '.join(idle)} says nothing about {engine}: leave it out.")
+
+
+def _write_schema(plan: tuple[str, ...], model: str | None, out: Path | None, unread: bool, as_json: bool) -> None:
+    """`export modelopt`."""
+    from kvtailor.calibration.checkpoint_scales import attention_names
+    from kvtailor.errors import FileError
+    from kvtailor.ops.files import write_whole
+    from kvtailor.plan.modelopt import FILE, SCHEMA_VERSION, SOURCE, formats_of
+
+    if not unread:
+        raise click.UsageError(
+            f"No released engine reads ModelOpt's formats of layers (schema {SCHEMA_VERSION}: {SOURCE}): give --unread "
+            f"to write {FILE} even so, or ask for vllm, which takes a list of layers to skip."
+        )
+    if model is None:
+        raise click.UsageError(f"{_SCHEMA} names layers as the checkpoint does: give --model, the folder that has it.")
+    parsed = read_plan(plan)
+    made = formats_of(parsed, attention_names(model, _numbers(model)))
+    if out is None:
+        say(made.text().rstrip("\n"))
+    else:
+        if os.path.lexists(out):
+            raise FileError(f"asked to write {out}, which is there already: give another file")
+        write_whole(out, made.text())
+        say(f"{out}: the formats of {len(made.formats)} layers, for {FILE} of the checkpoint")
+    if made.lacks:
+        say(f"ModelOpt: {made.lacks}")
+    if parsed.evicts:
+        from kvtailor.plan.engines import WHO_DROPS
+
+        say(WHO_DROPS)
+    say(f"No released engine reads it, and it has no scales. Schema {SCHEMA_VERSION} as of {SOURCE}.")
+    if as_json:
+        found = {"plan": str(parsed), "schema": SCHEMA_VERSION, **asdict(made), "file": json.loads(made.text())}
+        click.echo(json.dumps(found, ensure_ascii=False))
 
 
 def _numbers(model: str) -> Sequence[int]:
