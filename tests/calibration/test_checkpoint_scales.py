@@ -263,6 +263,10 @@ def test_files_that_an_index_does_not_name_or_that_it_names_in_vain_are_refused(
     os.mkfifo(shards / "pipe.safetensors")
     refused("pipe")
     (shards / "pipe.safetensors").unlink()
+    (shards / "tokenizer.model").symlink_to("blob")
+    with pytest.raises(FileError, match=r"has tokenizer\.model, a link to nothing"):
+        write_scales(shards, *made.tensors.values(), tmp_path / "new", **arguments)
+    (shards / "tokenizer.model").unlink()
     last = max(shards.glob("*.safetensors"))
     last.rename(tmp_path / "away")
     refused(f"has no {last.name}, which its model.safetensors.index.json names")

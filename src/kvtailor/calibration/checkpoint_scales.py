@@ -155,6 +155,8 @@ def write_scales(
     if os.path.lexists(target):
         raise FileError(f"asked to write a checkpoint to {target}, which is there already: give another folder")
     files = _files_of(source)
+    if lost := sorted(path.name for path in source.iterdir() if path.is_symlink() and not path.exists()):
+        raise FileError(f"{source} has {lost[0]}, a link to nothing, which a copy would lack: fetch it")
     config = _with_scheme(_json_of(source / _CONFIG), source, per)
     places = _places(files, source, layers)
     added: dict[Path, dict[str, Tensor]] = {}
