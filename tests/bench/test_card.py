@@ -236,5 +236,6 @@ def test_names_from_outside_break_no_table_and_no_command(records):
     )
     page = odd.readme()
     assert "\nname" not in page.split("---")[2] and "\n# boom" not in page and "| my / text # boom |" in page
+    assert "SHA-256 `0' # boom`" in page and "Model hash `' # boom`" in page
     assert "kvtailor run --model 'evil name / x'\"'\"'y' --plan FOLDER" in page
     assert yaml.safe_load(page.split("---")[1])["base_model"] == odd.model
