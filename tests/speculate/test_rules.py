@@ -11,14 +11,11 @@ from torch import Tensor
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from kvtailor.speculate.contract import Acceptance, Proposal, Rule
-from kvtailor.speculate.controller import Controller
 from kvtailor.speculate.decode import Decoding
-from kvtailor.speculate.fixed import Fixed
-from kvtailor.speculate.greedy import Greedy
-from kvtailor.speculate.hierarchy import Hierarchy
-from kvtailor.speculate.sampling import Sampling
-from kvtailor.speculate.statistics import Level
-from kvtailor.speculate.steps import Steps
+from kvtailor.speculate.drafts import Hierarchy, Steps
+from kvtailor.speculate.lookahead import Controller, Fixed
+from kvtailor.speculate.rounds import Level
+from kvtailor.speculate.rules import Greedy, Sampling
 
 V = 4
 

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from kvtailor.store.offload.buffers import Buffers
+from kvtailor.store.disk import Buffers
 
 
 def test_a_buffer_comes_back_when_the_last_tensor_over_it_is_gone() -> None:

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from kvtailor.store.offload.residency import Residency, spread
+from kvtailor.store.residency import Residency, spread
 
 
 def hits_of(policy: str, units: int, most: int | None, most_bytes: int | None, sizes: list[int], cycles: int) -> int:

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import TierError
-from kvtailor.store.offload.folder import Folder
-from kvtailor.store.segment_file import SegmentFile, inflated
+from kvtailor.store.segment_file import Folder, SegmentFile, inflated
 
 TENSORS = {
     "a": torch.arange(63 * 5, dtype=torch.int32).view(63, 5),

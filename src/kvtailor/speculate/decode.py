@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from kvtailor.speculate.contract import Draft, Reader, Rule
-from kvtailor.speculate.controller import Controller
-from kvtailor.speculate.rounds import next_token, verified
-from kvtailor.speculate.statistics import Level, Statistics
+from kvtailor.speculate.lookahead import Controller
+from kvtailor.speculate.rounds import Level, Statistics, next_token, verified
 
 __all__ = ["Decoding"]
 

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from kvtailor.ops.segments.packed import Packing
 from kvtailor.store.contract import OffloadStore, Placement
-from kvtailor.store.offload.bundle import Arrival, StoredBundle, Tier
-from kvtailor.store.offload.residency import Policy
-from kvtailor.store.tiered import Tiered
+from kvtailor.store.residency import Policy
+from kvtailor.store.tiered import Arrival, StoredBundle, Tier, Tiered
 
 __all__ = ["Host"]
 

@@ -1,6 +1,6 @@
-"""Tensors in one flat file: written whole or not at all, read with their checksum, and gone with the last reader.
+"""Segments in files of a folder that one cache has to itself: whole or not at all, and gone with the last reader.
 
-The file is `KVTSEG01`, the header's length and CRC-32 (little-endian, 4 bytes each), the header as JSON (a random id,
+A file is `KVTSEG01`, the header's length and CRC-32 (little-endian, 4 bytes each), the header as JSON (a random id,
 name, dtype, shape and first byte of each tensor, the size and CRC-32 of what follows, and what the writer adds), zeros
 up to a multiple of 4096 bytes, and the tensors. It is written under another name, synced, and renamed.
 
@@ -14,18 +14,26 @@ A tensor's bytes are made smaller without loss (`deflate`), and back. The coder 
 zlib: every Python has it, it is the coder of arXiv 2511.01815, and it makes codes and floats of a cache about as much
 smaller as slower ones. The first bytes of all elements come first, then the second ones, and so on: what a float's
 exponents have in common is found so.
+
+Under the root that a plan names each cache has a subfolder named by the process and a random number, with a locked file
+in it. A lock ends with its process, however that ends, so a subfolder whose lock is free is a leftover: the next cache
+that is made under the same root removes it. Files of other names are never touched. A child that was forked shares the
+lock: a folder stays while one of the two lives, though only its maker removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import re
 import secrets
 import weakref
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,9 +45,107 @@ from kvtailor.errors import TierError
 from kvtailor.ops.cpu.checksum import crc32
 from kvtailor.ops.files import free_space, sync_folder, write_all
 from kvtailor.ops.segments.packed import Packing
-from kvtailor.store.offload.folder import PARTIAL, Folder
 
-__all__ = ["SegmentFile", "deflated", "inflated"]
+__all__ = ["PARTIAL", "SEGMENT", "Folder", "sweep", "SegmentFile", "deflated", "inflated"]
+
+
+SEGMENT, PARTIAL = ".segment", ".partial"
+_OWN = re.compile(r"[0-9]+-[0-9a-f]{16}")
+_OWN_FILE = re.compile(rf"[0-9]{{8}}({re.escape(SEGMENT)}|{re.escape(PARTIAL)})")
+_LOCK = "lock"
+
+
+class Folder:
+    """A subfolder of `root` for one cache, made at once.
+
+    Attributes:
+        path: of the subfolder.
+
+    Raises:
+        TierError: it cannot be made.
+    """
+
+    def __init__(self, root: Path):
+        self.path = root / f"{os.getpid()}-{secrets.token_hex(8)}"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with _alone_in(root):
+                _sweep(root)
+                self.path.mkdir(mode=0o700)
+                lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise TierError(
+                f"disk: cannot make a folder for this cache under {str(root)!r}: {error}; name another one with "
+                "disk(folder=...)"
+            ) from error
+        self._number = 0
+        self._end = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Folder:
+        return self
+
+    def next_file(self) -> Path:
+        """A path that no file has yet."""
+        self._number += 1
+        return self.path / f"{self._number:08d}{SEGMENT}"
+
+
+def sweep(root: Path) -> None:
+    """Remove what dead processes left under a root, which need not exist. What cannot be removed stays."""
+    with contextlib.suppress(OSError), _alone_in(root):
+        _sweep(root)
+
+
+@contextmanager
+def _alone_in(root: Path) -> Iterator[None]:
+    """No other process makes or removes subfolders meanwhile."""
+    lock = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _sweep(root: Path) -> None:
+    """Removes what dead processes left."""
+    for path in root.iterdir():
+        if not _OWN.fullmatch(path.name) or not path.is_dir() or path.is_symlink():
+            continue
+        try:
+            lock = os.open(path / _LOCK, os.O_RDWR)
+        except FileNotFoundError:
+            _remove(path)
+            continue
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue
+        else:
+            _remove(path)
+        finally:
+            os.close(lock)
+
+
+def _remove_own(path: Path, lock: int, process: int) -> None:
+    # A child that was forked has this object too, but not the folder.
+    if os.getpid() == process:
+        _remove(path)
+        os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    """Removes files of ours, and the folder if nothing else is in it."""
+    with contextlib.suppress(OSError):
+        for each in path.iterdir():
+            if _OWN_FILE.fullmatch(each.name):
+                each.unlink(missing_ok=True)
+        (path / _LOCK).unlink(missing_ok=True)
+        path.rmdir()
+
 
 _MAGIC = b"KVTSEG01"
 _PAGE = 4096

@@ -18,7 +18,7 @@ from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.draft_rounds import DraftRounds
 from kvtailor.bench.tasks.speculation import Speculation
 from kvtailor.errors import KvtailorError
-from kvtailor.speculate.statistics import Level
+from kvtailor.speculate.rounds import Level
 
 TEXT = "".join(chr(97 + i * i % 23) for i in range(2000))
 FULL = Contestant.of("full")

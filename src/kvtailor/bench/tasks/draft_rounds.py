@@ -13,7 +13,7 @@ from kvtailor.bench.measure.cache_fields import weigh
 from kvtailor.bench.measure.statistics import geometric_mean, timings_of
 from kvtailor.hf.run.generate import Generated
 from kvtailor.ledger import storage_bytes
-from kvtailor.speculate.statistics import Level
+from kvtailor.speculate.rounds import Level
 
 __all__ = ["DraftRounds"]
 

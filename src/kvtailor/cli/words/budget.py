@@ -340,8 +340,8 @@ def forecast(
             what it moves, the bytes on the link are not known before, and no time is.
         step_seconds: that the model takes for a step if everything is resident; None: not known.
     """
-    from kvtailor.store.offload.transfer_model import forecast_transfers
-    from kvtailor.store.offload.transfer_model import step_seconds as predicted
+    from kvtailor.store.residency import forecast_transfers
+    from kvtailor.store.residency import step_seconds as predicted
 
     layers = sizes["compressed_layers"]
     groups = plan.encode.layer_groups(layers)

@@ -32,16 +32,12 @@ from kvtailor.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from kvtailor.ops.notebook_html import html_block, html_table
 from kvtailor.plan import Plan
 from kvtailor.plan.calls import check_call
-from kvtailor.speculate.adaptive import Adaptive
 from kvtailor.speculate.contract import Draft, Lookahead, Rule
-from kvtailor.speculate.controller import Controller
 from kvtailor.speculate.decode import Decoding
-from kvtailor.speculate.fixed import Fixed
-from kvtailor.speculate.greedy import Greedy
-from kvtailor.speculate.hierarchy import Hierarchy
-from kvtailor.speculate.sampling import Sampling
-from kvtailor.speculate.statistics import Level, Statistics
-from kvtailor.speculate.steps import Steps
+from kvtailor.speculate.drafts import Hierarchy, Steps
+from kvtailor.speculate.lookahead import Adaptive, Controller, Fixed
+from kvtailor.speculate.rounds import Level, Statistics
+from kvtailor.speculate.rules import Greedy, Sampling
 
 __all__ = ["Generated", "generate"]
 

@@ -1,17 +1,15 @@
-"""The controller: speculates while that pays, and decodes plainly while it does not.
-
-It times plain tokens, drafts and verifications as they come, and predicts the gain of the next round from their medians
-(`RunCosts.gain`). Below `min_gain` it decodes plainly for some tokens, twice as many each time, and tries again.
-"""
+"""How many tokens are drafted at once: always the same, the best by what was measured, or none for a while."""
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from statistics import fmean, median
 
+from kvtailor.errors import ArgumentError
 from kvtailor.speculate.contract import Lookahead, RunCosts
 
-__all__ = ["Controller"]
+__all__ = ["Fixed", "Adaptive", "Controller"]
 
 _SAMPLES = 9
 _TRIALS = 3
@@ -21,8 +19,52 @@ _TIMED_AGAIN = 32
 _MEMORY = 0.95
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fixed(Lookahead):
+    """Draft `tokens` in every round."""
+
+    tokens: int = 4
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ArgumentError(f"gamma must be at least 1 drafted token, found {self.tokens}")
+
+    def length(self, measured: RunCosts) -> int:
+        """See `Lookahead.length`."""
+        return self.tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptive(Lookahead):
+    """Draft as many tokens as the measured costs and acceptance make worth while.
+
+    The predicted speed is largest for one k between 1 and `most`, see `RunCosts.gain`.
+
+    Attributes:
+        first: how many before anything was measured.
+        most: how many at most.
+    """
+
+    first: int = 4
+    most: int = 16
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.first <= self.most:
+            raise ArgumentError(f"gamma must go from 1 up: found first={self.first}, most={self.most}")
+
+    def length(self, measured: RunCosts) -> int:
+        """See `Lookahead.length`."""
+        if measured.gain(1) is None:
+            return self.first
+        return max(range(1, self.most + 1), key=lambda count: measured.gain(count) or 0.0)
+
+
 class Controller:
-    """Of one run.
+    """Speculates while that pays, and decodes plainly while it does not; one object for each run.
+
+    It times plain tokens, drafts and verifications as they come, and predicts the gain of the next round from their
+    medians (`RunCosts.gain`). Below `min_gain` it decodes plainly for some tokens, twice as many each time, and tries
+    again.
 
     Args:
         lookahead: how many tokens to draft where it speculates.
@@ -41,7 +83,7 @@ class Controller:
 
     @property
     def measured(self) -> RunCosts:
-        """The medians so far."""
+        """Return the medians so far."""
         return RunCosts(
             # The first plain token of a run warms up what all of them need, so the median of two is unreliable.
             plain=median(self._plain) if len(self._plain) >= _TRIALS else None,
@@ -52,7 +94,7 @@ class Controller:
         )
 
     def length(self) -> int:
-        """Tokens to draft now; 0: decode plainly."""
+        """Return how many tokens to draft now; 0: decode plainly."""
         measured = self.measured
         if self.min_gain is None:
             return self.lookahead.length(measured)
@@ -79,11 +121,11 @@ class Controller:
         return count
 
     def plain_took(self, seconds: float) -> None:
-        """A plain token."""
+        """Take note of what a plain token took."""
         self._plain.append(seconds)
 
     def round_took(self, count: int, drafting: float, verifying: float, accepted: float, judged: float) -> None:
-        """A round with `count` drafted tokens, and how many of those that were judged were accepted, over all rows."""
+        """Take note of a round: `count` drafted tokens, two times in seconds, and counts of tokens over all rows."""
         self._draft.append(drafting / count)
         self._verify.append(verifying)
         self._verified.append(count)

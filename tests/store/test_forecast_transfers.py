@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kvtailor.store.offload.transfer_model import forecast_transfers, step_seconds
+from kvtailor.store.residency import forecast_transfers, step_seconds
 
 
 def simulated(sizes: list[int], resident: set[int], rate: float, compute: list[float], steps: int = 40) -> float:

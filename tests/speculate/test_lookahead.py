@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtailor.speculate.adaptive import Adaptive
 from kvtailor.speculate.contract import RunCosts
-from kvtailor.speculate.controller import Controller
-from kvtailor.speculate.fixed import Fixed
+from kvtailor.speculate.lookahead import Adaptive, Controller, Fixed
 
 
 def test_gain_by_hand() -> None:

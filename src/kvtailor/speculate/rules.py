@@ -1,14 +1,4 @@
-"""Sampling: a drafted token is accepted with probability min(1, p / q), and else replaced from what q lacks of p.
-
-*Idea*: where the draft's distribution is q and the target's p, accepting x ~ q with min(1, p(x) / q(x)) gives min(p,
-q), and drawing from (p - q)+ otherwise gives the rest of p: together exactly p. After a run that was accepted whole,
-one more token comes from the target's own next distribution.
-*Paper*: Leviathan et al., arXiv 2211.17192, section 2.3 and appendix A.1; Chen et al., arXiv 2302.01318, algorithm 2.
-*Source*: the papers.
-*Departs*: nothing known. Temperature, then top-k, then top-p cut both p and q, as transformers orders them. Where
-rounding leaves nothing of (p - q)+, the token comes from p.
-*Cost*: one softmax over the vocabulary for each token, and a sort with top-p.
-"""
+"""How tokens are chosen, and drafted ones judged: greedily, or by sampling."""
 
 from __future__ import annotations
 
@@ -20,12 +10,53 @@ from torch import Tensor
 from kvtailor.errors import ArgumentError
 from kvtailor.speculate.contract import Acceptance, Proposal, Rule
 
-__all__ = ["Sampling"]
+__all__ = ["Greedy", "Sampling"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Greedy(Rule):
+    """Choose the likeliest token, and accept a drafted one where it is that token.
+
+    *Idea*: of each logit row only the place of its maximum is kept. A drafted token is accepted where it is the
+    target's own choice, and the first that is not is replaced by it.
+    *Paper*: Leviathan et al., arXiv 2211.17192, section 2.3, at temperature 0.
+    *Source*: the paper.
+    *Departs*: ties go to the lowest token, as torch's argmax and so transformers' greedy decoding has it.
+    *Cost*: one maximum over the vocabulary for each token.
+
+    A prediction is (...) int64 token ids.
+    """
+
+    def prediction(self, logits: Tensor) -> Tensor:
+        """See `Rule.prediction`."""
+        return logits.argmax(-1)
+
+    def pick(self, prediction: Tensor) -> Tensor:
+        """See `Rule.pick`."""
+        return prediction
+
+    def judge(self, target: Tensor, proposal: Proposal) -> Acceptance:
+        """See `Rule.judge`."""
+        right = (target[:, :-1] == proposal.tokens).to(torch.int64)
+        accepted = right.cumprod(1).sum(1)
+        return Acceptance(accepted=accepted, following=target.gather(1, accepted[:, None])[:, 0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Rule):
-    """Keeps (..., v) float32 probabilities.
+    """Accept a drafted token with probability min(1, p / q), and else draw another from what q lacks of p.
+
+    *Idea*: where the draft's distribution is q and the target's p, accepting x ~ q with min(1, p(x) / q(x)) gives
+    min(p, q), and drawing from (p - q)+ otherwise gives the rest of p: together exactly p. After a run that was
+    accepted whole, one more token comes from the target's own next distribution.
+    *Paper*: Leviathan et al., arXiv 2211.17192, section 2.3 and appendix A.1; Chen et al., arXiv 2302.01318,
+    algorithm 2.
+    *Source*: the papers.
+    *Departs*: nothing known. Temperature, then top-k, then top-p cut both p and q, as transformers orders them. Where
+    rounding leaves nothing of (p - q)+, the token comes from p.
+    *Cost*: one softmax over the vocabulary for each token, and a sort with top-p.
+
+    A prediction is (..., v) float32 probabilities.
 
     Attributes:
         temperature: above 0; the logits are divided by it.
