@@ -21,18 +21,18 @@ from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import random_model
 from kvtailor.hf.run.stock import fill, layer_makers
+from kvtailor.ops.attention.cpu.attention import attend_coded
 from kvtailor.ops.attention.definition import reference
 from kvtailor.ops.attention.lanes import Lanes, joint
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
-from kvtailor.ops.cpu.attention import attend_coded
 from kvtailor.ops.cpu.library import library, why_none
 from kvtailor.ops.dispatch import forced
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, Whole
-from kvtailor.ops.triton.installed import missing
+from kvtailor.ops.triton_launch import missing
 
 __all__ = [
     "APART",
@@ -163,7 +163,7 @@ def kernels_of(device: torch.device) -> Kernels:
     if device.type == "cuda" or forced() == "triton":
         reason = missing()
         if reason is None:
-            from kvtailor.ops.triton import attend
+            from kvtailor.ops.attention.triton import attend
 
             # Triton's interpreter multiplies bfloat16 wrongly.
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float16

@@ -41,7 +41,7 @@ from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.run.stock import dynamic_cache
 from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.dispatch import using
-from kvtailor.ops.triton.installed import interpreting, missing
+from kvtailor.ops.triton_launch import interpreting, missing
 from kvtailor.plan import Plan
 from kvtailor.presets import FULL
 

@@ -19,7 +19,7 @@ from kvtailor.encode.hadamard import HadamardSegment
 from kvtailor.encode.plain import Plain
 from kvtailor.errors import PlanError
 from kvtailor.ops.codes.hadamard import mixed, unmixed
-from kvtailor.ops.segments.weighted import Weighted
+from kvtailor.ops.segments.around import Weighted
 from kvtailor.plan import Plan
 from kvtailor.types import Layout, Lift, Segment, SegmentView
 

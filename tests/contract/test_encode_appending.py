@@ -9,10 +9,10 @@ from tests.support.discover import methods_of, samples_of
 from tests.support.segments_of import group_of, states
 
 import kvtailor.encode
+from kvtailor.encode.by_age import AgedSegment
 from kvtailor.encode.contract import Codec
 from kvtailor.engine.apply import encode_tail
 from kvtailor.engine.state import LayerState
-from kvtailor.ops.segments.aged import AgedSegment
 from kvtailor.plan import Plan
 from kvtailor.types import Rotation, Segment
 

@@ -19,7 +19,7 @@ import kvtailor.store
 from kvtailor.encode.contract import Codec, CodecContext
 from kvtailor.errors import CacheMisuse
 from kvtailor.ledger import Ledger
-from kvtailor.ops.segments.weighted import Weighted
+from kvtailor.ops.segments.around import Weighted
 from kvtailor.plan import Plan
 from kvtailor.plan.arguments import word_of
 from kvtailor.store.contract import OffloadStore, Placed, Placement

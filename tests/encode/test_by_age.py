@@ -7,14 +7,13 @@ import torch
 from tests.support.segments_of import states
 from torch import Tensor
 
-from kvtailor.encode.by_age import ByAge
+from kvtailor.encode.by_age import AgedSegment, ByAge
 from kvtailor.encode.contract import Codec
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.vector import Vector
 from kvtailor.engine.apply import encode_tail
 from kvtailor.engine.state import LayerState
 from kvtailor.errors import PlanError
-from kvtailor.ops.segments.aged import AgedSegment
 from kvtailor.plan import Plan, parse
 from kvtailor.types import Layout
 

@@ -14,9 +14,9 @@ from kvtailor.encode.hadamard import Hadamard
 from kvtailor.encode.vector import Vector
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops import cpu
+from kvtailor.ops.attention.cpu.sides import MOST_WHOLE, padded_levels
 from kvtailor.ops.codes.gaussian import GaussianCodes, gaussian_levels
 from kvtailor.ops.codes.hadamard import mixed, unmixed
-from kvtailor.ops.cpu.sides import MOST_WHOLE, padded_levels
 from kvtailor.plan import Plan
 from kvtailor.types import Layout
 

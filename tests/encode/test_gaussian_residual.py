@@ -10,8 +10,7 @@ from tests.support.segments_of import states
 from kvtailor.encode.gaussian import Gaussian
 from kvtailor.encode.hadamard import Hadamard
 from kvtailor.errors import CacheMisuse
-from kvtailor.ops.codes.gaussian import GaussianCodes, gaussian_levels
-from kvtailor.ops.codes.residual import ResidualCodes, projection
+from kvtailor.ops.codes.gaussian import GaussianCodes, ResidualCodes, gaussian_levels, projection
 from kvtailor.plan import Plan
 
 CPU = torch.device("cpu")

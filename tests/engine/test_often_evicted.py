@@ -15,7 +15,7 @@ from kvtailor.engine.budget import waiting_tokens
 from kvtailor.hf.versions import hand_cache
 from kvtailor.ledger import storage_bytes
 from kvtailor.ops.lanes.ragged import cut_of_part, slots_of_part
-from kvtailor.ops.segments.weighted import Weighted
+from kvtailor.ops.segments.around import Weighted
 from kvtailor.plan import Plan
 from kvtailor.types import Layout, PlainSegment, Rotation
 

@@ -11,8 +11,8 @@ from tests.seam.test_modes import decoded
 from tests.support.seam.zoo import ROUNDING, build, error, prompts
 
 import kvtailor
+from kvtailor.encode.by_age import AgedSegment
 from kvtailor.hf.versions import hand_cache
-from kvtailor.ops.segments.aged import AgedSegment
 from kvtailor.types import PlainSegment, Segment
 
 KIVI = "kivi(bits={}, group=8, recent=8)"

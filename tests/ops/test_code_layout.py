@@ -12,10 +12,10 @@ import torch
 from tests.ops.cpu.coded_layouts import LAYOUTS, states_of
 from torch import Tensor
 
+from kvtailor.ops.attention.cpu import sides
 from kvtailor.ops.codes.floats import exponent_scales, levels_of
 from kvtailor.ops.codes.quant import unpack
 from kvtailor.ops.codes.sides import FloatCodes
-from kvtailor.ops.cpu import sides
 from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import Coded, layout_of
 

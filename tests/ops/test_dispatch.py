@@ -9,11 +9,11 @@ import torch
 from tests.ops.gpu.exact_attention import DEVICE, needs_triton
 
 from kvtailor.ops import dispatch
+from kvtailor.ops.attention.cpu.choose import attend_pages
 from kvtailor.ops.codes.floats import MxCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import built
-from kvtailor.ops.cpu.pages import attend_pages
 from kvtailor.ops.dispatch import (
     coded_attention,
     forced,
@@ -91,10 +91,9 @@ def test_pages_are_read_in_place_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> No
 @needs_triton
 def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, and in the interpreter, where the CPU counts as one."""
-    from kvtailor.ops.triton.attend import attend_coded, attend_parts
-    from kvtailor.ops.triton.attend import attend_pages as attend_on_gpu
-    from kvtailor.ops.triton.keeping import attend_and_keep
-    from kvtailor.ops.triton.mass import attend_with_mass
+    from kvtailor.ops.attention.triton.attend import attend_coded, attend_parts
+    from kvtailor.ops.attention.triton.attend import attend_pages as attend_on_gpu
+    from kvtailor.ops.attention.triton.mass import attend_and_keep, attend_with_mass
 
     query, side = torch.randn(2, 1, 1, 16, device=DEVICE), Whole(states=SIDE.states.to(DEVICE))
     prompt = torch.randn(1, 2, 8, 16, device=DEVICE).half()
@@ -127,7 +126,7 @@ def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.Monkey
 
 @needs_triton
 def test_codes_are_made_by_triton_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtailor.ops.triton.call import Call
+    from kvtailor.ops.triton_launch import Call
 
     states, launched, launch = torch.randn(2, 9, 16).to(DEVICE), [], Call.__call__
     monkeypatch.setattr(Call, "__call__", lambda call: (launched.append(call), launch(call)))
@@ -190,7 +189,7 @@ def test_auto_takes_on_a_gpu_what_has_won_there_and_nothing_else(monkeypatch: py
 @needs_triton
 def test_levels_and_small_floats_are_chosen_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """That codes of whole numbers have won on a GPU does not take kernels that were not measured."""
-    from kvtailor.ops.triton.attend import attend_coded, attend_pages
+    from kvtailor.ops.attention.triton.attend import attend_coded, attend_pages
 
     states, query = torch.randn(1, 16, 32).half().to(DEVICE), torch.zeros(1, 1, 1, 32).half().to(DEVICE)
     sides = {

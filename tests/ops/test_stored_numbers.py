@@ -10,7 +10,7 @@ from kvtailor.encode.hadamard import Hadamard, HadamardSegment
 from kvtailor.encode.higgs import Higgs
 from kvtailor.encode.nuq import Nuq
 from kvtailor.ops.attention.parts import read_all
-from kvtailor.ops.codes.residual import ResidualCodes
+from kvtailor.ops.codes.gaussian import ResidualCodes
 from kvtailor.ops.cpu.library import built
 from kvtailor.ops.segments.sides import stored_sides
 from kvtailor.types import Softmax

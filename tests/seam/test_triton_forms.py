@@ -54,8 +54,8 @@ CASES = [
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each kernel was launched, and how often over pages and for the mass of a prompt."""
-    from kvtailor.ops.triton.call import Call
-    from kvtailor.ops.triton.kernels.mass import mass_kernel
+    from kvtailor.ops.attention.triton.kernels.mass import mass_kernel
+    from kvtailor.ops.triton_launch import Call
 
     count: Counter[str] = Counter()
     launch = Call.__call__

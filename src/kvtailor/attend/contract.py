@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from kvtailor.method import Method
-from kvtailor.ops.segments.best_pages import BestPages
+from kvtailor.ops.segments.attention_inputs import BestPages
 from kvtailor.types import ALL_HEADS, PLAIN_SOFTMAX, HeadShare, Rotation, Segment, Softmax, Visibility
 
 __all__ = [

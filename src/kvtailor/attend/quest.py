@@ -29,8 +29,7 @@ from kvtailor.method import Serves
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import lane_sees, lanes_of, read_all, read_lanes
-from kvtailor.ops.segments.attention_inputs import AttentionInputs
-from kvtailor.ops.segments.best_pages import BestPages
+from kvtailor.ops.segments.attention_inputs import AttentionInputs, BestPages
 from kvtailor.ops.segments.coded import Whole
 from kvtailor.types import Layout, Segment, Visibility
 

@@ -47,8 +47,7 @@ from kvtailor.ops.attention.chosen import read_chosen
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import read_all, read_lanes
 from kvtailor.ops.attention.votes import window_votes
-from kvtailor.ops.lanes.chunks import chunk_bounds, promised
-from kvtailor.ops.lanes.indexed_on_host import indexed_on_host, note_index
+from kvtailor.ops.lanes.chunks import chunk_bounds, indexed_on_host, note_index, promised
 from kvtailor.ops.lanes.pool import pool_members
 from kvtailor.ops.lanes.rows import Rows, chosen_places, gather, rows_of
 from kvtailor.ops.lanes.topk import keep_top

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from kvtailor.encode.contract import Around, Codec, CodecContext, Sides, refuse_non_finite
 from kvtailor.ops.lanes.rotate import turned_exactly
-from kvtailor.ops.segments.positioned import PositionedSegment, first_of_lanes, positions_of
-from kvtailor.ops.segments.turned import Offsetting
+from kvtailor.ops.segments.around import PositionedSegment, first_of_lanes, positions_of
+from kvtailor.ops.segments.attention_inputs import Offsetting
 from kvtailor.types import KeyOffset, Layout, Segment
 
 __all__ = ["Centred", "CentredSegment"]

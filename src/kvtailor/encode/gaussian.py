@@ -27,9 +27,8 @@ from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
 from kvtailor.encode.settings import ByBlocks, InBits
-from kvtailor.ops.codes.gaussian import GaussianCodes
+from kvtailor.ops.codes.gaussian import GaussianCodes, ResidualCodes
 from kvtailor.ops.codes.quant import packed_size
-from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.segments.coded import PairSegment, Whole
 from kvtailor.types import Layout
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from kvtailor.encode.contract import Around, Codec, CodecContext, refuse_non_finite
 from kvtailor.method import Serves
 from kvtailor.ops.lanes.rotate import turn
-from kvtailor.ops.segments.positioned import PositionedSegment, first_of_lanes, positions_of
-from kvtailor.ops.segments.turned import Turning
+from kvtailor.ops.segments.around import PositionedSegment, first_of_lanes, positions_of
+from kvtailor.ops.segments.attention_inputs import Turning
 from kvtailor.types import Layout, Rotation, Segment
 
 __all__ = ["Unrotated", "UnrotatedSegment"]

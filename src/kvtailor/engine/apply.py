@@ -32,8 +32,8 @@ from kvtailor.merge.drop import Drop
 from kvtailor.ops import huge_pages
 from kvtailor.ops.lanes.kept import place_among_kept
 from kvtailor.ops.lanes.ragged import Cut, cut_lanes, cut_of_part, gather_held, tokens_of_part
+from kvtailor.ops.segments.around import Weighted, without_weight
 from kvtailor.ops.segments.latent_keys import parted
-from kvtailor.ops.segments.weighted import Weighted, without_weight
 from kvtailor.plan.registry import name_of
 from kvtailor.store.recent_window import SPARE, Tail, capacity_for
 from kvtailor.types import Held, Layout, Needs, PlainSegment, Segment

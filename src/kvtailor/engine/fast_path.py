@@ -37,9 +37,9 @@ from kvtailor.engine.observe import windowed
 from kvtailor.engine.phase import Compressing
 from kvtailor.engine.state import LayerState
 from kvtailor.ops import dispatch
+from kvtailor.ops.attention.cpu.step import TokenStep
 from kvtailor.ops.attention.parts import rule_sees
 from kvtailor.ops.cpu.library import Ends, library
-from kvtailor.ops.cpu.step import TokenStep
 from kvtailor.ops.lanes.rotate import cosines_and_sines, turn
 from kvtailor.ops.segments.sides import stored_sides
 from kvtailor.types import Layout, PlainSegment, Rotation, Segment, Visibility

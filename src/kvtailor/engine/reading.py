@@ -23,8 +23,8 @@ from torch import Tensor
 
 from kvtailor.attend.contract import Attended, Attention, AttentionRequest
 from kvtailor.engine.state import LayerState
+from kvtailor.ops.segments.around import log_weight_of
 from kvtailor.ops.segments.latent_keys import as_one_head, joined
-from kvtailor.ops.segments.weighted import log_weight_of
 from kvtailor.plan import registry
 from kvtailor.types import PlainSegment, Segment, Softmax, Visibility
 from kvtailor.types.checked_returns import check_attended

@@ -20,9 +20,9 @@ from kvtailor.encode.contract import Codec, CodecContext
 from kvtailor.engine.observe import observe
 from kvtailor.errors import CacheMisuse
 from kvtailor.ledger import Entry, storage_bytes
+from kvtailor.ops.segments.around import Weighted
 from kvtailor.ops.segments.coded import under
 from kvtailor.ops.segments.latent_keys import as_one_head
-from kvtailor.ops.segments.weighted import Weighted
 from kvtailor.store.contract import OffloadStore
 from kvtailor.store.recent_window import Tail
 from kvtailor.types import (

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvtailor.engine.state import LayerState
 from kvtailor.ops.lanes.ragged import places_of_slots, slots_of_part
+from kvtailor.ops.segments.around import log_weight_of
 from kvtailor.ops.segments.latent_keys import joined, parted
-from kvtailor.ops.segments.weighted import log_weight_of
 from kvtailor.types import Held, Needs, Segment, Visibility
 from kvtailor.types.late_checks import send
 

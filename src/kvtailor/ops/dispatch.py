@@ -22,16 +22,17 @@ from torch import Tensor
 
 from kvtailor.errors import ArgumentError
 from kvtailor.ops.attention import folded, folded_codes
+from kvtailor.ops.attention.cpu import choose
+from kvtailor.ops.attention.cpu.attention import attend_and_keep, attend_coded, unsuited_merge
+from kvtailor.ops.attention.cpu.attention import merge as merge_on_cpu
+from kvtailor.ops.attention.cpu.sides import map_queries, map_sums, unsuited, unsuited_coordinates, unsuited_turned
+from kvtailor.ops.codes import quantise_cpu
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
-from kvtailor.ops.cpu import choose, coordinates, merge, pages, quantise
-from kvtailor.ops.cpu.attention import attend_and_keep, attend_coded
 from kvtailor.ops.cpu.library import Library, library
-from kvtailor.ops.cpu.sides import unsuited
-from kvtailor.ops.cpu.turned import unsuited as unsuited_turned
+from kvtailor.ops.segments.attention_inputs import Turned
 from kvtailor.ops.segments.code_layout import CodeKind
 from kvtailor.ops.segments.coded import Coded, Whole
-from kvtailor.ops.segments.turned import Turned
-from kvtailor.ops.triton.installed import interpreting, missing
+from kvtailor.ops.triton_launch import interpreting, missing
 from kvtailor.types import Coordinates
 
 __all__ = [
@@ -85,7 +86,9 @@ class Quantiser:
 
 
 _PLAIN = Quantiser(tokens=TokenCodes.of, symmetric=TokenCodes.symmetric, channels=ChannelCodes.of)
-_ON_CPU = Quantiser(tokens=quantise.token_codes, symmetric=quantise.symmetric_codes, channels=quantise.channel_codes)
+_ON_CPU = Quantiser(
+    tokens=quantise_cpu.token_codes, symmetric=quantise_cpu.symmetric_codes, channels=quantise_cpu.channel_codes
+)
 
 
 def forced() -> str:
@@ -149,13 +152,13 @@ def coded_attention(
             return None
         return attend_and_keep if mass else attend_coded
     if all(on_triton(query.device, _reading(side)) for side in (keys, values)):
-        from kvtailor.ops.triton import attend as on_gpu
+        from kvtailor.ops.attention.triton import attend as on_gpu
 
         if on_gpu.suits(query, keys, values) is not None:
             return None
         if not mass:
             return on_gpu.attend_coded
-        from kvtailor.ops.triton import keeping
+        from kvtailor.ops.attention.triton import mass as keeping
 
         return keeping.attend_and_keep if isinstance(keys, Whole) else None
     if query.device.type != "cpu":
@@ -177,7 +180,7 @@ def joint_attention(device: torch.device) -> Any:
     """The module whose `attend_parts` reads several parts at once that its `attend_coded` reads one by one; or None."""
     if not on_triton(device, "attention"):
         return None
-    from kvtailor.ops.triton import attend as on_gpu
+    from kvtailor.ops.attention.triton import attend as on_gpu
 
     return on_gpu
 
@@ -188,17 +191,17 @@ def merged(found: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None) 
     # (n, g, t): torch merges those of many tokens by all threads.
     if found[0][1].shape[-1] <= MOST_QUERIES and (len(found) > 1 or sinks is not None) and forced() == "auto":
         built = library() if found[0][0].device.type == "cpu" else None
-    if built is None or merge.unsuited(found) is not None:
+    if built is None or unsuited_merge(found) is not None:
         return folded.merge(found, sinks)
-    return merge.merge(found, sinks, built)
+    return merge_on_cpu(found, sinks, built)
 
 
 def maps_of(query: Tensor) -> tuple[Callable[[Coordinates, Tensor], Tensor], Callable[..., Tensor]]:
     """What brings queries (n, g, t, d), and sums with their lse, into other coordinates; see `Coordinates`."""
     built = _built_for(query)
-    if built is None or coordinates.unsuited(query) is not None:
+    if built is None or unsuited_coordinates(query) is not None:
         return Coordinates.of_queries, Coordinates.of_sums
-    return partial(coordinates.of_queries, used=built), partial(coordinates.of_sums, used=built)
+    return partial(map_queries, used=built), partial(map_sums, used=built)
 
 
 def turns_keys(query: Tensor) -> bool:
@@ -207,7 +210,7 @@ def turns_keys(query: Tensor) -> bool:
 
 
 def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """What reads chosen pages of these sides where they lie, such as `cpu.pages.attend_pages`; None: copy them.
+    """What reads chosen pages of these sides where they lie, such as `choose.attend_pages`; None: copy them.
 
     Args:
         query: (n, g, t, d) new tokens.
@@ -218,35 +221,35 @@ def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Call
         return None
     if not on_triton(query.device, "pages"):
         built = _built_for(query)
-        if built is None or pages.unsuited_pages(keys, values) is not None:
+        if built is None or choose.unsuited_pages(keys, values) is not None:
             return None
-        return partial(pages.attend_pages, using=built)
+        return partial(choose.attend_pages, using=built)
     if page & (page - 1):
         return None
     coded = {_reading(side) for side in (keys, values)} - {"attention"}
     if not all(on_triton(query.device, operation) for operation in coded):
         return None
-    from kvtailor.ops.triton import attend as on_gpu
+    from kvtailor.ops.attention.triton import attend as on_gpu
 
     return on_gpu.attend_pages if on_gpu.suits(query, keys, values) is None else None
 
 
 def page_bounds(query: Tensor, low: Tensor, high: Tensor) -> Callable[..., Tensor] | None:
-    """What finds how large a product with a key of each page can be, `cpu.pages.page_bounds`; None: torch must.
+    """What finds how large a product with a key of each page can be, `choose.page_bounds`; None: torch must.
 
     Args:
         query: (n, g, d) one new token's. low, high: (m, p, d) least and greatest of each key channel over a page.
     """
     built = _built_for(query)
-    if built is None or pages.unsuited_bounds(query, low, high) is not None:
+    if built is None or choose.unsuited_bounds(query, low, high) is not None:
         return None
-    return partial(pages.page_bounds, using=built)
+    return partial(choose.page_bounds, using=built)
 
 
 def best_pages(
     query: Tensor, states: Sequence[tuple[Tensor, Tensor]], bounds: Sequence[tuple[Tensor, Tensor] | None]
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-    """What chooses pages and reads them with all that has none, `cpu.choose.attend_best_pages`; None: step by step.
+    """What chooses pages and reads them with all that has none, `choose.attend_best_pages`; None: step by step.
 
     Args:
         query: of one new token. states: keys and values (m, s, d) of each part, lane i of owner i.
@@ -261,7 +264,7 @@ def best_pages(
 def chosen_attention(
     query: Tensor, states: Sequence[tuple[Tensor, Tensor]], bounds: Tensor | None
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-    """What chooses tokens by chunks and reads them where they lie, `cpu.choose.attend_chosen`; None: torch must.
+    """What chooses tokens by chunks and reads them where they lie, `choose.attend_chosen`; None: torch must.
 
     Args:
         query: of one new token. states: keys and values (m, s, d) of each part, lane i of owner i.
@@ -274,14 +277,14 @@ def chosen_attention(
 
 
 def prompt_mass(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """What reads a prompt and sums its attention up by slots, `triton.mass.attend_with_mass`; None: torch must.
+    """What reads a prompt and sums its attention up by slots, `mass.attend_with_mass`; None: torch must.
 
     Args:
         query: (b, q, t, d). keys: (b, h, n, d). values: (b, h, n, dv). No query sees a later slot, each all others.
     """
     if not on_triton(query.device, "prompt mass"):
         return None
-    from kvtailor.ops.triton import mass as on_gpu
+    from kvtailor.ops.attention.triton import mass as on_gpu
 
     return on_gpu.attend_with_mass if on_gpu.unsuited(query, keys, values) is None else None
 
@@ -292,7 +295,7 @@ def quantiser(states: Tensor) -> Quantiser:
         return _PLAIN
     if on_triton(states.device, "codes"):
         return _packed_by_triton()
-    if quantise.unsuited_states(states) is not None:
+    if quantise_cpu.unsuited_states(states) is not None:
         return _PLAIN
     return _PLAIN if library() is None else _ON_CPU
 
@@ -313,7 +316,7 @@ def on_triton(device: torch.device, operation: str) -> bool:
 
 
 def _packed_by_triton() -> Quantiser:
-    from kvtailor.ops.triton import quantise as on_gpu
+    from kvtailor.ops.codes import quantise_triton as on_gpu
 
     def tokens(states: Tensor, bits: int, group: int) -> TokenCodes:
         made = on_gpu.token_codes if on_gpu.why_not_packed(states, bits, group) is None else TokenCodes.of

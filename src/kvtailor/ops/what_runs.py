@@ -9,7 +9,7 @@ import torch
 
 from kvtailor.ops.cpu.library import library, why_none
 from kvtailor.ops.dispatch import MOST_QUERIES, TRITON_OPERATIONS, forced, on_triton
-from kvtailor.ops.triton.installed import missing
+from kvtailor.ops.triton_launch import missing
 
 __all__ = ["Choice", "explained"]
 

@@ -49,7 +49,7 @@ def measured(*only: str) -> tuple[dict[str, list[dict[str, Any]]], str]:
 
 @pytest.mark.long
 def test_all_of_it_runs(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtailor.ops.triton import attend
+    from kvtailor.ops.attention.triton import attend
 
     right = attend.attend_coded
 

@@ -133,7 +133,7 @@ def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 @needs_triton
 def test_the_kernels_are_a_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtailor.ops.triton import attend
+    from kvtailor.ops.attention.triton import attend
 
     calls = []
     right = attend.attend_parts

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
-from kvtailor.ops.codes.gaussian import GaussianCodes
+from kvtailor.ops.codes.gaussian import GaussianCodes, ResidualCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.nonuniform import coded_by_levels
 from kvtailor.ops.codes.quant import largest_divisor
-from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import built, load
 from kvtailor.ops.segments.coded import Coded, Whole

@@ -9,8 +9,8 @@ import torch
 from tests.ops.cpu.coded_layouts import LAYOUTS, exact, states_of, width_of
 from torch import Tensor
 
+from kvtailor.ops.attention.cpu.attention import attend_coded
 from kvtailor.ops.attention.definition import reference
-from kvtailor.ops.cpu.attention import attend_coded
 from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, Whole

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvtailor.ops.cpu import attention
+from kvtailor.ops.attention.cpu import attention
 
 
 @pytest.fixture(params=[1, 2, 3])

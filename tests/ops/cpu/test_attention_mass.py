@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention import folded_codes
+from kvtailor.ops.attention.cpu import attention
+from kvtailor.ops.attention.cpu.attention import attend_and_keep, attend_coded
 from kvtailor.ops.attention.definition import reference
 from kvtailor.ops.attention.folded import merge
-from kvtailor.ops.cpu import attention
-from kvtailor.ops.cpu.attention import attend_and_keep, attend_coded
 from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded

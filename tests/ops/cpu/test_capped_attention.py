@@ -10,9 +10,9 @@ from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_vari
 from tests.ops.cpu.coded_truth import same, truth
 
 from kvtailor.ops.attention import folded_codes
+from kvtailor.ops.attention.cpu import attention
+from kvtailor.ops.attention.cpu.attention import attend_and_keep, attend_coded
 from kvtailor.ops.attention.folded import merge
-from kvtailor.ops.cpu import attention
-from kvtailor.ops.cpu.attention import attend_and_keep, attend_coded
 from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole

@@ -11,10 +11,10 @@ from tests.ops.cpu.coded_layouts import every_variant, needs_built
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
+from kvtailor.ops.attention.cpu import choose
+from kvtailor.ops.attention.cpu.choose import Candidates, attend_best_pages, attend_chosen, unsuited_states
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import read_lanes
-from kvtailor.ops.cpu import choose
-from kvtailor.ops.cpu.choose import Candidates, attend_best_pages, attend_chosen, unsuited_states
 from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.lanes.chunks import chunk_bounds, promised
 from kvtailor.ops.lanes.rows import chosen_places, gather, rows_of

@@ -22,13 +22,13 @@ from tests.ops.cpu.coded_layouts import (
 )
 from tests.ops.cpu.coded_truth import merges_ragged_lanes, same, truth
 
+from kvtailor.ops.attention.cpu import attention
+from kvtailor.ops.attention.cpu.attention import attend_coded
+from kvtailor.ops.attention.cpu.sides import unsuited
 from kvtailor.ops.codes.floats import NvCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
-from kvtailor.ops.cpu import attention
-from kvtailor.ops.cpu.attention import attend_coded
 from kvtailor.ops.cpu.library import Library
-from kvtailor.ops.cpu.sides import unsuited
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole
 

@@ -7,9 +7,9 @@ import torch
 from tests.ops.cpu.coded_layouts import COARSE, every_dtype, every_variant, needs_built, states_of
 from tests.ops.cpu.coded_truth import same, truth
 
-from kvtailor.ops.cpu import attention
+from kvtailor.ops.attention.cpu import attention
+from kvtailor.ops.attention.cpu.choose import attend_pages, page_bounds, unsuited_pages
 from kvtailor.ops.cpu.library import Library
-from kvtailor.ops.cpu.pages import attend_pages, page_bounds, unsuited_pages
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole
 

@@ -10,11 +10,10 @@ import torch
 from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_variant, needs_built, states_of
 from tests.ops.cpu.coded_truth import attend_by, same, truth
 
+from kvtailor.ops.attention.cpu.attention import attend_coded
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
-from kvtailor.ops.codes.gaussian import GaussianCodes
+from kvtailor.ops.codes.gaussian import GaussianCodes, ResidualCodes
 from kvtailor.ops.codes.grids import GridCodes
-from kvtailor.ops.codes.residual import ResidualCodes
-from kvtailor.ops.cpu.attention import attend_coded
 from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 

@@ -10,11 +10,11 @@ from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_vari
 from tests.ops.cpu.coded_truth import same, truth
 from torch import Tensor
 
+from kvtailor.ops.attention.cpu import attention
+from kvtailor.ops.attention.cpu.attention import attend_and_keep, attend_coded
+from kvtailor.ops.attention.cpu.sides import unsuited
 from kvtailor.ops.attention.definition import reference
-from kvtailor.ops.cpu import attention
-from kvtailor.ops.cpu.attention import attend_and_keep, attend_coded
 from kvtailor.ops.cpu.library import Library
-from kvtailor.ops.cpu.sides import unsuited
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole
 from kvtailor.ops.segments.pair_sides import Magnified, Merged

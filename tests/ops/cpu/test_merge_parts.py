@@ -5,7 +5,7 @@ import torch
 
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention import folded
-from kvtailor.ops.cpu import merge
+from kvtailor.ops.attention.cpu.attention import merge
 from kvtailor.ops.cpu.library import built, library, load
 
 VARIANTS = [each for each in map(load, built().values()) if each is not None]
@@ -47,7 +47,7 @@ def test_against_one_softmax_over_all_slots(used, sinks, slots):
         all_logits = torch.cat([all_logits, sink.double()[..., None].expand(-1, -1, 3, 1)], -1)
         all_values = torch.cat([all_values, torch.zeros(3, 1, 5, dtype=torch.float64)], 1)
     out, lse = read(all_logits, all_values)
-    found, found_lse = merge.merge([read(*each) for each in made], sink, used)
+    found, found_lse = merge([read(*each) for each in made], sink, used)
     torch.testing.assert_close(found, out, atol=2e-6, rtol=2e-6)
     torch.testing.assert_close(found_lse, lse, atol=2e-6, rtol=2e-6)
     assert (found[2, 0, 1] == 0).all() and (found_lse[2, 0, 1] == -torch.inf).all() != sinks
@@ -57,7 +57,7 @@ def test_against_one_softmax_over_all_slots(used, sinks, slots):
 def test_what_is_no_number_stays_one(used):
     found = [read(*each) for each in parts((4, 9))]
     found[1][1][1, 0, 2] = torch.nan
-    out, lse = merge.merge(found, None, used)
+    out, lse = merge(found, None, used)
     assert lse.isnan().nonzero().tolist() == [[1, 0, 2]] and out[1, 0, 2].isnan().all()
     assert out.isnan().sum() == 5
 

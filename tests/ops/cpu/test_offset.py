@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvtailor.encode.contract import CodecContext
 from kvtailor.ops import dispatch
+from kvtailor.ops.attention.cpu.attention import attend_and_keep, attend_coded
 from kvtailor.ops.attention.parts import read_all
-from kvtailor.ops.cpu.attention import attend_and_keep, attend_coded
 from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.sides import StoredSides, stored_sides

@@ -7,7 +7,7 @@ import torch
 from tests.ops.cpu.coded_layouts import every_variant, needs_built
 from torch import Tensor
 
-from kvtailor.ops.cpu import coordinates
+from kvtailor.ops.attention.cpu import sides
 from kvtailor.ops.cpu.library import Library
 from kvtailor.types import Coordinates, PickedChannels
 
@@ -40,13 +40,13 @@ def test_equals_a_matrix_of_ones_and_zeros(sizes: tuple[int, ...], library: Libr
     for each in (query, query.to(torch.bfloat16)):
         expected = Coordinates.of_queries(other, each)
         is_same(Coordinates.of_queries(mine, each), expected)
-        is_same(coordinates.of_queries(mine, each, library), expected)
+        is_same(sides.map_queries(mine, each, library), expected)
     expected = Coordinates.of_sums(other, sums, lse)
     is_same(Coordinates.of_sums(mine, sums, lse), expected)
-    is_same(coordinates.of_sums(mine, sums, lse, library), expected)
+    is_same(sides.map_sums(mine, sums, lse, library), expected)
 
 
 def test_what_kernels_cannot_read_is_refused() -> None:
     for table in (torch.zeros((2, 3), dtype=torch.int64), torch.zeros((3, 2), dtype=torch.uint8).T):
         with pytest.raises(ValueError, match="uint8 or int16 in dense rows on the CPU"):
-            coordinates.map_of(PickedChannels(channels=table, size=8))
+            sides.map_of(PickedChannels(channels=table, size=8))

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from tests.ops.cpu.coded_layouts import every_dtype, every_variant, needs_built
 from torch import Tensor
 
+from kvtailor.ops.codes import quantise_cpu as quantise
 from kvtailor.ops.codes.quant import unpack
+from kvtailor.ops.codes.quantise_cpu import channel_codes, symmetric_codes, token_codes, unsuited_states
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
-from kvtailor.ops.cpu import quantise
 from kvtailor.ops.cpu.library import Library
-from kvtailor.ops.cpu.quantise import channel_codes, symmetric_codes, token_codes, unsuited_states
 
 pytestmark = needs_built
 # (m, s, c): 63 tokens, odd heads, sizes that no vector divides, one token, none.

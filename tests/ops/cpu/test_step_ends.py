@@ -7,8 +7,8 @@ import torch
 from tests.ops.cpu.coded_layouts import every_dtype, every_variant, needs_built
 from torch import Tensor
 
+from kvtailor.ops.attention.cpu.step import TokenStep
 from kvtailor.ops.cpu.library import Ends, Library
-from kvtailor.ops.cpu.step import TokenStep
 from kvtailor.ops.lanes.rotate import cosines_and_sines, turn
 from kvtailor.types import Layout, PlainSegment, Rotation
 

@@ -11,8 +11,8 @@ from tests.support.segments_of import Padded, states
 from kvtailor.attend.contract import AttentionContext
 from kvtailor.attend.quest import Quest
 from kvtailor.encode.indexed import Indexed
+from kvtailor.ops.attention.cpu.step import TokenStep
 from kvtailor.ops.cpu.library import Library
-from kvtailor.ops.cpu.step import TokenStep
 from kvtailor.ops.dispatch import using
 from kvtailor.types import Layout, PlainSegment, Segment, Softmax
 

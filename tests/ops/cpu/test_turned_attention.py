@@ -11,13 +11,12 @@ from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_vari
 from tests.ops.cpu.coded_truth import attend_by, same, truth
 from torch import Tensor
 
+from kvtailor.ops.attention.cpu import attention
+from kvtailor.ops.attention.cpu.attention import attend_and_keep, attend_coded
 from kvtailor.ops.codes.hadamard import coordinates
-from kvtailor.ops.cpu import attention
-from kvtailor.ops.cpu.attention import attend_and_keep, attend_coded
 from kvtailor.ops.cpu.library import Library
-from kvtailor.ops.segments.attention_inputs import AttentionInputs
+from kvtailor.ops.segments.attention_inputs import AttentionInputs, Turned
 from kvtailor.ops.segments.coded import Coded, Whole
-from kvtailor.ops.segments.turned import Turned
 from kvtailor.types import Coordinates, Layout, Rotation
 
 pytestmark = [needs_built, pytest.mark.usefixtures("poisoned")]

@@ -23,14 +23,14 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvtailor.ops.attention.triton.attend import Part, plan_of
+from kvtailor.ops.attention.triton.mass import mass_call
 from kvtailor.ops.codes.quant import packed_size
+from kvtailor.ops.codes.quantise_triton import channel_call, token_call
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, Whole
-from kvtailor.ops.triton.call import Call
-from kvtailor.ops.triton.launches import Part, plan_of
-from kvtailor.ops.triton.mass import mass_call
-from kvtailor.ops.triton.quantise import channel_call, token_call
+from kvtailor.ops.triton_launch import Call
 
 _TYPES = {
     torch.float32: "fp32",

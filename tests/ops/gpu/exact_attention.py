@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtailor.ops.triton.installed import missing
+from kvtailor.ops.triton_launch import missing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(missing() is not None, reason=str(missing()))

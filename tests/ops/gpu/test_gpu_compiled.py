@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.ops.gpu.exact_attention import needs_triton
 
-from kvtailor.ops.triton.installed import missing
+from kvtailor.ops.triton_launch import missing
 
 pytestmark = needs_triton
 

@@ -61,7 +61,7 @@ def check(
     log_weight: Tensor | None = None,
     splits: int = 2,
 ) -> None:
-    from kvtailor.ops.triton.attend import attend_coded, suits
+    from kvtailor.ops.attention.triton.attend import attend_coded, suits
 
     scaling = query.shape[-1] ** -0.5
     decoded = keys.decode().float(), values.decode().float()
@@ -121,7 +121,7 @@ def test_equals_attention_over_what_the_bytes_say(keys: str, values: str, head: 
 @pytest.mark.parametrize("uneven", [pytest.param(False, marks=pytest.mark.long), True])
 def test_several_parts_have_one_softmax(uneven: bool) -> None:
     """Codes, plain states and another number of splits for each; with lanes of several owners, an owner has none."""
-    from kvtailor.ops.triton.attend import Part, attend_parts
+    from kvtailor.ops.attention.triton.attend import Part, attend_parts
 
     query = random(3, 2, 1, 24, seed=1)
     owners = [[0, 0, 2, 2], None, [0, 1]] if uneven else [None, None, None]
@@ -209,7 +209,7 @@ def test_values_of_zeros_count_and_add_nothing(name: str) -> None:
 
 
 def test_slots_past_the_length_are_not_read() -> None:
-    from kvtailor.ops.triton.attend import attend_coded
+    from kvtailor.ops.attention.triton.attend import attend_coded
 
     query, k, v = random(3, 2, 1, 24, seed=16), random(3, 40, 24, seed=17), random(3, 40, 24, seed=18)
     lengths = [40, 7, 0]
@@ -233,7 +233,7 @@ def test_slots_past_the_length_are_not_read() -> None:
 
 
 def test_says_what_it_cannot_read() -> None:
-    from kvtailor.ops.triton.attend import suits
+    from kvtailor.ops.attention.triton.attend import suits
 
     query, side = torch.zeros((2, 5, 13, 24), device=DEVICE), Whole(states=torch.zeros((2, 8, 24), device=DEVICE))
     assert suits(query, side, side) == (

@@ -18,7 +18,7 @@ pytestmark = [needs_triton, needs_loops]
     [(63, 63, torch.float32, True), (7, 70, torch.float16, False), (40, 130, torch.float16, True)],
 )
 def test_sums_of_columns(new: int, slots: int, dtype: torch.dtype, padded: bool) -> None:
-    from kvtailor.ops.triton.mass import column_mass
+    from kvtailor.ops.attention.triton.mass import column_mass
 
     generator = torch.Generator().manual_seed(slots)
     query, keys = (torch.randn(shape, generator=generator).to(dtype) for shape in ((2, 3, new, 40), (2, 1, slots, 40)))
@@ -46,7 +46,7 @@ def test_sums_of_columns(new: int, slots: int, dtype: torch.dtype, padded: bool)
 @pytest.mark.parametrize("new", [63, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_prompt_or_its_next_piece_and_the_mass(dtype: torch.dtype, new: int) -> None:
-    from kvtailor.ops.triton.mass import attend_with_mass, unsuited
+    from kvtailor.ops.attention.triton.mass import attend_with_mass, unsuited
 
     if DEVICE == "cuda" and dtype == torch.float32:
         pytest.skip("torch's kernel takes 16 bits there")
@@ -67,7 +67,7 @@ def test_a_prompt_or_its_next_piece_and_the_mass(dtype: torch.dtype, new: int) -
 @pytest.mark.parametrize("new", [1, 2])
 def test_mass_of_few_queries_over_lanes_that_share_an_owner(new: int) -> None:
     """Two parts under one softmax; a lane that is cut short, weights, and queries that see different slots."""
-    from kvtailor.ops.triton.keeping import attend_and_keep
+    from kvtailor.ops.attention.triton.mass import attend_and_keep
 
     generator = torch.Generator().manual_seed(new)
     query = torch.randn((2, 3, new, 24), generator=generator)
@@ -123,7 +123,7 @@ def test_torch_gives_the_log_sum_exp_on_a_gpu_as_it_is_read(dtype: torch.dtype) 
 
 
 def test_says_which_prompts_it_cannot_take() -> None:
-    from kvtailor.ops.triton.mass import unsuited
+    from kvtailor.ops.attention.triton.mass import unsuited
 
     query, keys = torch.zeros((1, 4, 9, 24), device=DEVICE).half(), torch.zeros((1, 2, 9, 24), device=DEVICE).half()
     assert unsuited(query, keys, keys) is None
@@ -138,7 +138,7 @@ def test_says_which_prompts_it_cannot_take() -> None:
 
 
 def test_refuses_two_dtypes() -> None:
-    from kvtailor.ops.triton.mass import column_mass
+    from kvtailor.ops.attention.triton.mass import column_mass
 
     query, keys = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 8, dtype=torch.float16)
     with pytest.raises(ValueError, match="need one dtype"):

@@ -17,7 +17,7 @@ pytestmark = [needs_triton, needs_loops]
     ("name", "page", "group"), [("whole", 4, 0), ("whole", 16, 0), ("kivi", 16, 32), ("kivi", 32, 16), ("kivi", 4, 16)]
 )
 def test_only_the_named_pages_are_read(name: str, page: int, group: int) -> None:
-    from kvtailor.ops.triton.attend import attend_pages
+    from kvtailor.ops.attention.triton.attend import attend_pages
 
     generator = torch.Generator().manual_seed(page)
     query, k, v = (torch.randn(shape, generator=generator) for shape in ((2, 3, 1, 24), (2, 63, 24), (2, 63, 24)))
@@ -48,7 +48,7 @@ def test_only_the_named_pages_are_read(name: str, page: int, group: int) -> None
 
 def test_pages_of_lanes_that_share_an_owner_under_a_mask() -> None:
     """Owner 1 has two lanes, one of which is cut short, and owner 2 has none."""
-    from kvtailor.ops.triton.attend import attend_pages
+    from kvtailor.ops.attention.triton.attend import attend_pages
 
     generator = torch.Generator().manual_seed(5)
     query, k, v = (torch.randn(shape, generator=generator) for shape in ((3, 2, 2, 24), (3, 30, 24), (3, 30, 24)))
@@ -78,7 +78,7 @@ def test_pages_of_lanes_that_share_an_owner_under_a_mask() -> None:
 
 
 def test_refuses_pages_that_are_no_power_of_two() -> None:
-    from kvtailor.ops.triton.attend import attend_pages
+    from kvtailor.ops.attention.triton.attend import attend_pages
 
     side = Whole(states=torch.zeros(1, 8, 24))
     with pytest.raises(ValueError, match="a power of two of slots, found 6"):
@@ -88,7 +88,7 @@ def test_refuses_pages_that_are_no_power_of_two() -> None:
 @pytest.mark.parametrize("new", [1, 3])
 def test_what_is_filled_is_counted_on_the_device(new: int) -> None:
     """Buffers with free slots: what lies past the lengths is not read, and of the new tokens none sees a later one."""
-    from kvtailor.ops.triton.attend import attend_coded
+    from kvtailor.ops.attention.triton.attend import attend_coded
 
     generator = torch.Generator().manual_seed(new)
     lengths = torch.tensor([5, 17], dtype=torch.int32, device=DEVICE)

@@ -31,7 +31,7 @@ def same(found: TokenCodes | ChannelCodes, wanted: TokenCodes | ChannelCodes) ->
 
 
 def check(size: int, bits: int, dtype: torch.dtype) -> None:
-    from kvtailor.ops.triton.quantise import channel_codes, symmetric_codes, token_codes, why_not_packed
+    from kvtailor.ops.codes.quantise_triton import channel_codes, symmetric_codes, token_codes, why_not_packed
 
     made = states(size, dtype)
     there = made.to(DEVICE)
@@ -57,7 +57,7 @@ def test_bytes_are_the_same_for_every_size(size: int, bits: int, dtype: torch.dt
 
 
 def test_states_that_are_cut_from_a_longer_buffer() -> None:
-    from kvtailor.ops.triton.quantise import channel_codes, token_codes
+    from kvtailor.ops.codes.quantise_triton import channel_codes, token_codes
 
     cut = states(24, torch.float32)[:, 5:20]
     same(token_codes(cut.to(DEVICE), 4, 24), TokenCodes.of(cut, 4, 24))
@@ -65,7 +65,7 @@ def test_states_that_are_cut_from_a_longer_buffer() -> None:
 
 
 def test_halves_are_rounded_to_even() -> None:
-    from kvtailor.ops.triton.quantise import token_codes
+    from kvtailor.ops.codes.quantise_triton import token_codes
 
     # A step of 1 and a minimum of 0: what lies between two codes goes to the even one.
     made = torch.tensor([0.0, 0.5, 1.5, 2.5, 3.5, 4.5, 14.5, 15.0])[None, None]
@@ -76,7 +76,7 @@ def test_halves_are_rounded_to_even() -> None:
 
 
 def test_says_what_it_cannot_pack() -> None:
-    from kvtailor.ops.triton.quantise import why_not_packed
+    from kvtailor.ops.codes.quantise_triton import why_not_packed
 
     assert why_not_packed(torch.zeros(1, 1, 24), 3) == "codes of 2, 4 or 8 bits are written, found 3"
     assert why_not_packed(torch.zeros(1, 1, 80), 4, 16) == "groups of 16 channels cut across the 40 bytes of a token"

@@ -40,7 +40,7 @@ def on_device(side: Coded) -> Coded:
 @pytest.mark.parametrize("encoding", ["whole", "floats", "symmetric4", "token4", "grouped8", "channel4", "uneven2"])
 @pytest.mark.parametrize("new", [1, 3])
 def test_capped_logits_of_every_kind_of_side(encoding: str, new: int) -> None:
-    from kvtailor.ops.triton.attend import attend_coded
+    from kvtailor.ops.attention.triton.attend import attend_coded
 
     keys, values = (ENCODINGS[encoding](random(3, 63, 32, seed=seed)) for seed in (1, 2))
     query = random(3, 3, new, 32, seed=3)
@@ -66,7 +66,7 @@ def test_capped_logits_of_every_kind_of_side(encoding: str, new: int) -> None:
 
 
 def test_several_parts_and_chosen_pages_are_capped_too() -> None:
-    from kvtailor.ops.triton.attend import Part, attend_pages, attend_parts
+    from kvtailor.ops.attention.triton.attend import Part, attend_pages, attend_parts
 
     query = random(2, 3, 1, 32, seed=3)
     sides = [(random(2, slots, 32, seed=slots), random(2, slots, 32, seed=slots + 1)) for slots in (17, 40)]
@@ -86,7 +86,7 @@ def test_several_parts_and_chosen_pages_are_capped_too() -> None:
 
 
 def test_mass_of_few_queries_with_a_cap_and_a_sink() -> None:
-    from kvtailor.ops.triton.keeping import attend_and_keep
+    from kvtailor.ops.attention.triton.mass import attend_and_keep
 
     query, keys, values = random(2, 3, 2, 24, seed=1), random(2, 33, 24, seed=2), random(2, 33, 24, seed=3)
     counts, sinks = torch.rand((2, 2), generator=torch.Generator().manual_seed(4)), random(2, 3, 1, seed=5) * 2
@@ -103,7 +103,7 @@ def test_mass_of_few_queries_with_a_cap_and_a_sink() -> None:
 
 @pytest.mark.parametrize("new", [63, 40])
 def test_a_prompt_and_its_mass_beside_sinks(new: int) -> None:
-    from kvtailor.ops.triton.mass import attend_with_mass, column_mass
+    from kvtailor.ops.attention.triton.mass import attend_with_mass, column_mass
 
     dtype = torch.float16 if DEVICE == "cuda" else torch.float32
     query, keys, values = (random(2, h, 63, 24, seed=h).to(dtype) for h in (6, 2, 3))

@@ -18,7 +18,7 @@ WORD = 0xFFFFFFFF
 
 def programs() -> dict[str, tuple[list[str], int]]:
     """The instructions of each function that writes PTX, and how many registers it gives back."""
-    from kvtailor.ops.triton.kernels import unpack as module
+    from kvtailor.ops.attention.triton.kernels import unpack as module
 
     source = Path(str(module.__file__)).read_text(encoding="utf-8")
     found = {}

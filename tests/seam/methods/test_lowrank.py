@@ -9,7 +9,7 @@ import torch
 
 import kvtailor
 from kvtailor.hf.versions import hand_cache
-from kvtailor.ops.cpu import coordinates
+from kvtailor.ops import dispatch
 from kvtailor.types import Coordinates, Lift
 from tests.seam.methods.test_codecs import check_rows_and_bytes, check_saved
 from tests.support.calibrated import shipped_for
@@ -51,13 +51,13 @@ def test_values_are_lifted_and_not_decoded(plan: str, monkeypatch: pytest.Monkey
     model, ids = build("llama"), prompts((41,))[0]
     lifted: list[int] = []
 
-    def count(where: object) -> None:
-        of_sums = where.of_sums  # type: ignore[attr-defined]
-        monkeypatch.setattr(where, "of_sums", lambda *given, **how: lifted.append(1) or of_sums(*given, **how))
+    def count(where: object, name: str) -> None:
+        map_sums = getattr(where, name)
+        monkeypatch.setattr(where, name, lambda *given, **how: lifted.append(1) or map_sums(*given, **how))
 
     # Beside decoded keys, in coordinates of their own by torch, and by the C++ kernels.
-    for where in (Lift, Coordinates, coordinates):
-        count(where)
+    for where, name in ((Lift, "of_sums"), (Coordinates, "of_sums"), (dispatch, "map_sums")):
+        count(where, name)
     caches = [kvtailor.cache_for(model, f"{plan} + {attend}") for attend in ("segments", "reference")]
     for cache in caches:
         model(ids, **hand_cache(cache))

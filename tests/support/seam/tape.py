@@ -82,12 +82,12 @@ def _again(func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
 
 def recorder(monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[[Callable[[], None]], Callable[[], None]], list[Tape]]:
     """A `Recorder` of `hf.graphs.replay`, and the tapes that it has made."""
-    from kvtailor.ops.triton.installed import missing
+    from kvtailor.ops.triton_launch import missing
 
     tapes: list[Tape] = []
     now: list[Tape] = []
     if missing() is None:
-        from kvtailor.ops.triton.call import Call
+        from kvtailor.ops.triton_launch import Call
 
         launch = Call.__call__
 

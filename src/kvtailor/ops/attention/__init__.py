@@ -1,1 +1,1 @@
-"""Attention over lanes: the definition, and the faster forms that are tested against it."""
+"""Attention over lanes: the definition, and the faster forms in torch, C++ and Triton that are tested against it."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from kvtailor.ops import dispatch
+from kvtailor.ops.attention.cpu.choose import Candidates
 from kvtailor.ops.attention.parts import Read, read_lanes
-from kvtailor.ops.cpu.choose import Candidates
-from kvtailor.ops.lanes.indexed_on_host import indexed_on_host
+from kvtailor.ops.lanes.chunks import indexed_on_host
 from kvtailor.types import Segment, Softmax
 
 __all__ = ["read_chosen"]

@@ -50,7 +50,7 @@ def unsuited(keys: Coded, values: Coded) -> str | None:
 
 
 def attend_coded(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """`ops.cpu.attention.attend_coded` in torch; see `unsuited` for what keys and values can be."""
+    """`ops.attention.cpu.attention.attend_coded` in torch; see `unsuited` for what keys and values can be."""
     query, keys, values = inputs.query, layout_of(inputs.keys), layout_of(inputs.values)
     owner, visible = inputs.owner, inputs.visible
     owners, group, new, size = query.shape

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
+from kvtailor.ops.codes.gaussian import of_unit_variance, scale_back
 from kvtailor.ops.codes.grid_points import POINTS
 from kvtailor.ops.codes.quant import pack, packed_size, unpack
-from kvtailor.ops.codes.unit_variance import of_unit_variance, scale_back
 from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import Coded

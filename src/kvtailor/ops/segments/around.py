@@ -1,4 +1,4 @@
-"""A segment that holds another one and changes what it decodes to."""
+"""Segments that hold another one and change what it decodes to, or how much its tokens count."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from kvtailor.ops.lanes.joined import side_by_side
-from kvtailor.ops.segments.turned import Offsetting, Turning
+from kvtailor.ops.segments.attention_inputs import Offsetting, Turning
+from kvtailor.ops.segments.coded import places_in_all
 from kvtailor.types import Coordinates, Layout, Lift, Segment, SegmentView
 
-__all__ = ["AroundSegment"]
+__all__ = [
+    "AroundSegment",
+    "PositionedSegment",
+    "first_of_lanes",
+    "positions_of",
+    "Weighted",
+    "log_weight_of",
+    "without_weight",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,3 +140,123 @@ class AroundSegment(Segment):
     def _stacked(self, parts: Sequence[Self], order: Tensor, inner: Segment) -> Self:
         """The same around a segment of the lanes of `parts`, one behind the other, in the order (m',)."""
         return self._around(inner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionedSegment(AroundSegment):
+    """What knows from which column each lane's positions count.
+
+    Attributes:
+        first: (m,) int64 that column; None: column 0 in all lanes.
+    """
+
+    first: Tensor | None = None
+    of_slots: ClassVar[tuple[str, ...]] = ("first",)
+
+    def _changes_like(self, other: Self) -> bool:
+        return (self.first is None) == (other.first is None) and super()._changes_like(other)
+
+    def _moved_with(self, others: Sequence[Self], lane: Tensor, slot: Tensor, inner: Segment) -> Self:
+        found = [each.first for each in (self, *others) if each.first is not None]
+        return replace(self._around(inner), first=torch.cat(found)[lane[:, 0]] if found else None)
+
+    def _of_lanes(self, lanes: Tensor, inner: Segment) -> Self:
+        first = None if self.first is None else self.first[lanes.to(self.first.device)]
+        return replace(self._around(inner), first=first)
+
+    def _stacked(self, parts: Sequence[Self], order: Tensor, inner: Segment) -> Self:
+        if self.first is None:
+            return self._around(inner)
+        first = torch.cat([each.first for each in parts if each.first is not None])
+        return replace(self._around(inner), first=first[order.to(first.device)])
+
+    def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> Self:
+        moved = super().regather(lane, slot, layout)
+        return replace(moved, first=None if self.first is None else self.first[lane[:, 0]])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.inner.tensors() | self._own()
+
+    def closed_form_bytes(self) -> int:
+        return self.inner.closed_form_bytes() + (0 if self.first is None else 8 * self.layout.lanes)
+
+    def state(self) -> tuple[dict[str, object], dict[str, Tensor]]:
+        fields, tensors = self.inner.state()
+        return fields, tensors | self._own()
+
+    def _own(self) -> dict[str, Tensor]:
+        return {} if self.first is None else {"first": self.first}
+
+
+def first_of_lanes(layout: Layout, first: Tensor | None, device: torch.device) -> Tensor | None:
+    """Return (m,) int64 of `Codec.encode`'s (b,); None where there is none."""
+    if first is None:
+        return None
+    return first.to(device)[torch.div(layout.owners(device), layout.heads, rounding_mode="floor")]
+
+
+def positions_of(layout: Layout, first: Tensor | None, device: torch.device) -> Tensor:
+    """Return (m, s) int64 positions of the slots, or (1, s) where all lanes have the same.
+
+    Args:
+        layout: of the lanes.
+        first: (m,) column from which each lane's count; None: column 0.
+        device: on which.
+    """
+    columns = layout.columns(device)
+    return columns if first is None else columns - first.to(device)[:, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted(AroundSegment):
+    """Tokens in any encoding, and a weight for each.
+
+    Attributes:
+        log_weight: (m, s) float32 logarithm of how many tokens each stands for in the softmax.
+    """
+
+    log_weight: Tensor
+    codec = "weighted"
+    of_slots: ClassVar[tuple[str, ...]] = ("log_weight",)
+
+    def view(self) -> SegmentView:
+        return replace(self.inner.view(), log_weight=self.log_weight)
+
+    def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> Self:
+        return self._weighing(self.inner.regather(lane, slot, layout), self.log_weight[lane, slot])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**self.inner.tensors(), "log_weight": self.log_weight}
+
+    def closed_form_bytes(self) -> int:
+        return self.inner.closed_form_bytes() + 4 * self.layout.lanes * self.layout.size
+
+    def state(self) -> tuple[dict[str, object], dict[str, Tensor]]:
+        fields, tensors = self.inner.state()
+        named = {f"inner.{name}": tensor for name, tensor in tensors.items()}
+        return {"codec": self.inner.codec, "fields": fields}, {**named, "log_weight": self.log_weight}
+
+    def _of_lanes(self, lanes: Tensor, inner: Segment) -> Self:
+        return self._weighing(inner, self.log_weight[lanes.to(self.log_weight.device)])
+
+    def _stacked(self, parts: Sequence[Self], order: Tensor, inner: Segment) -> Self:
+        weights = torch.cat([each.log_weight for each in parts])
+        return self._weighing(inner, weights[order.to(weights.device)])
+
+    def _moved_with(self, others: Sequence[Self], lane: Tensor, slot: Tensor, inner: Segment) -> Self:
+        parts = [self, *others]
+        at = places_in_all([each.layout for each in parts], lane, slot)
+        return self._weighing(inner, torch.cat([each.log_weight.flatten() for each in parts])[at])
+
+    def _weighing(self, inner: Segment, log_weight: Tensor) -> Self:
+        return replace(self, layout=inner.layout, inner=inner, log_weight=log_weight)
+
+
+def without_weight(segment: Segment) -> Segment:
+    """What is stored, in its own encoding."""
+    return segment.inner if isinstance(segment, Weighted) else segment
+
+
+def log_weight_of(segment: Segment) -> Tensor | None:
+    """(m, s) float32; None where each token stands for itself."""
+    return segment.log_weight if isinstance(segment, Weighted) else None

@@ -2,14 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 from kvtailor.ops.segments.coded import Coded
-from kvtailor.ops.segments.turned import Offsetting, Turned
+from kvtailor.types import Coordinates, KeyOffset, Layout, Rotation
 
-__all__ = ["AttentionInputs"]
+__all__ = ["Offsetting", "Turned", "Turning", "BestPages", "AttentionInputs"]
+
+
+class Turning(NamedTuple):
+    """By how much keys are turned.
+
+    Attributes:
+        rotation: of the layer.
+        first: (m,) int64 column from which each lane's positions count, the same for all lanes of a row; None: 0.
+    """
+
+    rotation: Rotation
+    first: Tensor | None
+
+
+class Turned(NamedTuple):
+    """How keys that are stored become those of the model.
+
+    Attributes:
+        rotation, first: see `Turning`, of the lanes that are stored.
+        layout: of these lanes.
+        keys_in: in which coordinates the keys are before they are turned, the model's side first.
+        joined: kv heads that share a lane.
+    """
+
+    rotation: Rotation
+    first: Tensor | None
+    layout: Layout
+    keys_in: tuple[Coordinates, ...]
+    joined: int
+
+
+class Offsetting(NamedTuple):
+    """A constant that keys have besides what is stored, so that each logit gets the query's product with it.
+
+    Attributes:
+        offset: of the layer's heads that are here.
+        first: (m,) int64 column from which each lane's positions count; None: 0.
+        layout: of the lanes that are stored.
+    """
+
+    offset: KeyOffset
+    first: Tensor | None
+    layout: Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestPages:
+    """What is read of some parts: the pages with the highest bounds over all parts, and all of those without pages.
+
+    Attributes:
+        page: slots of a page; the last of a lane may have fewer.
+        most: pages that are read of each row and kv head, where there are as many.
+        bounds: of each part the least and the greatest of each key channel over a page, (m, p, d); None: no pages.
+    """
+
+    page: int
+    most: int
+    bounds: Sequence[tuple[Tensor, Tensor] | None]
 
 
 class AttentionInputs(NamedTuple):

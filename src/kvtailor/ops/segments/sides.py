@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvtailor.ops.segments.around import AroundSegment
+from kvtailor.ops.segments.around import AroundSegment, Weighted
+from kvtailor.ops.segments.attention_inputs import Offsetting, Turned, Turning
 from kvtailor.ops.segments.code_layout import CodeKind
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole
 from kvtailor.ops.segments.latents import LatentSegment
 from kvtailor.ops.segments.pair_sides import HalfSegment
-from kvtailor.ops.segments.turned import Offsetting, Turned, Turning
-from kvtailor.ops.segments.weighted import Weighted
 from kvtailor.types import Coordinates, Layout, PickedChannels, Segment
 
 # Of coordinates and queries, or sums and their lse: see `Coordinates`.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtailor.ops.triton.kernels.tiles import (
+from kvtailor.ops.attention.triton.kernels.tiles import (
     BLOCKS,
     PLAIN,
     RUN,
@@ -27,7 +27,7 @@ from kvtailor.ops.triton.kernels.tiles import (
     power_of_two,
     run_of,
 )
-from kvtailor.ops.triton.kernels.unpack import PAIRS, WHOLE, looked_up, offset, second_of, unpack
+from kvtailor.ops.attention.triton.kernels.unpack import PAIRS, WHOLE, looked_up, offset, second_of, unpack
 
 __all__ = ["split_kernel"]
 

@@ -11,10 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
+from kvtailor.ops.attention.triton.kernels.tiles import BLOCKS, PLAIN, RUN, TOKEN, VALUE
+from kvtailor.ops.attention.triton.kernels.unpack import E2M1, E4M3, E5M2, LEVELS, PAIRS, WHOLE
 from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import Coded
-from kvtailor.ops.triton.kernels.tiles import BLOCKS, PLAIN, RUN, TOKEN, VALUE
-from kvtailor.ops.triton.kernels.unpack import E2M1, E4M3, E5M2, LEVELS, PAIRS, WHOLE
 from kvtailor.types.late_checks import send
 
 __all__ = ["Side", "block_of", "side_of", "why_not"]

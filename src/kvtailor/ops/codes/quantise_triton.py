@@ -10,10 +10,9 @@ import triton
 from torch import Tensor
 
 from kvtailor.ops.codes.quant import packed_size
+from kvtailor.ops.codes.quantise_kernels import channel_kernel, token_kernel
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
-from kvtailor.ops.triton.call import Call
-from kvtailor.ops.triton.installed import unfit
-from kvtailor.ops.triton.kernels.quantise import channel_kernel, token_kernel
+from kvtailor.ops.triton_launch import Call, unfit
 
 __all__ = ["channel_call", "channel_codes", "symmetric_codes", "token_call", "token_codes", "why_not_packed"]
 

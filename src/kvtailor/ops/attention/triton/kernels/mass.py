@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtailor.ops.triton.kernels.tiles import capped, power_of_two
+from kvtailor.ops.attention.triton.kernels.tiles import capped, power_of_two
 
 __all__ = ["mass_kernel"]
 

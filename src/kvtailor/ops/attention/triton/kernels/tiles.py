@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtailor.ops.triton.kernels.unpack import E2M1, elements, offset, unpack
+from kvtailor.ops.attention.triton.kernels.unpack import E2M1, elements, offset, unpack
 
 __all__ = ["BLOCKS", "PLAIN", "RUN", "TOKEN", "VALUE", "capped", "power_of_two"]
 

@@ -1,23 +1,35 @@
-"""Attention of few queries over coded lanes, in C++: reads the small bytes once, and writes nothing but the answer."""
+"""Attention of few queries over coded lanes, in C++: reads the small bytes once, and writes nothing but the answer.
+
+`merge` makes one softmax over parts that were read one by one, by the sums that a decoded token's one call makes, bit
+by bit. `ops.attention.folded.merge` is the same in torch, in nine operations for two parts.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvtailor.ops.cpu import magnitudes
-from kvtailor.ops.cpu.library import Call, Library, Turn, library
-from kvtailor.ops.cpu.offset import offset_of
-from kvtailor.ops.cpu.sides import pointer, side_of
-from kvtailor.ops.cpu.turned import turn_of
+from kvtailor.ops.attention.cpu.sides import magnitudes_of, offset_of, pointer, side_of, turn_of
+from kvtailor.ops.cpu.library import Call, Library, Turn, Union, library
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import layout_of
 
-__all__ = ["KeptWeights", "attend_coded", "attend_and_keep", "make_call", "run", "choose_threads"]
+__all__ = [
+    "KeptWeights",
+    "attend_coded",
+    "attend_and_keep",
+    "make_call",
+    "run",
+    "choose_threads",
+    "merge",
+    "unsuited_merge",
+]
+
 
 # The same numbers as in attention.cpp, where a step parts its calls itself.
 # Slots of a piece of work are a multiple of it: below, what a piece finds is as large as what it reads.
@@ -89,9 +101,9 @@ def make_call(inputs: AttentionInputs) -> tuple[Call, list[Tensor]]:
     call = Call(query=asked.data_ptr())
     call.made = made = list[Any]()
     if keys.magnitudes is not None:
-        call.key_magnitudes = magnitudes.address_of(keys, held, made)
+        call.key_magnitudes = magnitudes_of(keys, held, made)
     if values.magnitudes is not None:
-        call.value_magnitudes = magnitudes.address_of(values, held, made)
+        call.value_magnitudes = magnitudes_of(values, held, made)
     call.keys, call.values = side_of(keys, held, made), side_of(values, held, made)
     lanes, slots, _ = values.codes.shape
     call.owners, call.lanes, call.slots = owners, lanes, slots
@@ -144,3 +156,42 @@ def choose_threads(call: Call, used: Library) -> None:
     call.threads = threads
     each = -(-lanes // alike * slots // (_PIECES * threads))
     call.chunk = max(_LEAST, -(-min(each, slots) // _LEAST) * _LEAST)
+
+
+def unsuited_merge(found: Sequence[tuple[Tensor, Tensor]]) -> str | None:
+    """Why these parts cannot be merged here, a clause; None where they can."""
+    if any(each.dtype != torch.float32 or each.device.type != "cpu" for part in found for each in part):
+        return "the C++ kernels merge float32 on the CPU"
+    return None
+
+
+def merge(found: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None, used: Library) -> tuple[Tensor, Tensor]:
+    """Attention over the union of what disjoint parts saw, from each part's out (..., dv) and lse (...) float32.
+
+    Args:
+        found: at least one part.
+        sinks: logits that broadcast to lse, each of a slot with the value 0; None: none.
+        used: the variant.
+    """
+    shape, size = found[0][1].shape, found[0][0].shape[-1]
+    held = [(out.contiguous(), lse.contiguous()) for out, lse in found]
+    calls = [Call(out=out.data_ptr(), lse=lse.data_ptr()) for out, lse in held]
+    parts = (ctypes.c_void_p * len(calls))(*map(ctypes.addressof, calls))
+    out, lse = torch.empty((*shape, size), dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
+    scratch = torch.empty(size + len(calls), dtype=torch.float32)
+    own = None if sinks is None else sinks.to(torch.float32).expand(shape).contiguous()
+    used.functions.kvtailor_merge(
+        ctypes.byref(
+            Union(
+                parts=ctypes.addressof(parts),
+                sinks=None if own is None else own.data_ptr(),
+                merged=scratch.data_ptr(),
+                out=out.data_ptr(),
+                lse=lse.data_ptr(),
+                count=len(calls),
+                rows=lse.numel(),
+                size=size,
+            )
+        )
+    )
+    return out, lse
