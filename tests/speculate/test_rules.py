@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from kvtailor.speculate.contract import Acceptance, Proposal, Rule
-from kvtailor.speculate.decode import Decoding
+from kvtailor.speculate.decode import Decoding, Drafting
 from kvtailor.speculate.drafts import Hierarchy, Steps
 from kvtailor.speculate.lookahead import Controller, Fixed
 from kvtailor.speculate.rounds import Level
@@ -41,7 +41,8 @@ def run(rule: Rule, tokens: int, *, inner: Rule | None = None, hierarchy: bool =
     draft = Steps(small, inner or rule)
     if hierarchy:
         draft = Hierarchy(middle, draft, inner or rule, 2, levels[1])
-    decoding = Decoding(target, draft, rule, Controller(Fixed(tokens=gamma), None), levels)
+    drafting = Drafting(draft=draft, levels=levels)
+    decoding = Decoding(target, rule, Controller(Fixed(tokens=gamma), None), drafting)
     first = torch.zeros(rows, dtype=torch.int64)
     return target, decoding.run(start, first, tokens), decoding.statistics
 

@@ -146,11 +146,37 @@ class FlopsRequest:
     context: AttentionContext = field(default_factory=AttentionContext)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CarryRequest:
+    """The layer of which `Attention.carried_bytes` tells the bytes, after a prompt and some decoded tokens.
+
+    Attributes:
+        rows, heads, q_heads: b, h and q.
+        size: d, of a key.
+        element_size: bytes of an element of the cache's dtype.
+        held: least and most tokens that the layer holds, over all rows and kv heads.
+        longest: most tokens that one row and kv head holds.
+        context: tokens of the prompt, in each row, which was read at once.
+        new_tokens: tokens that were decoded after it.
+    """
+
+    rows: int
+    heads: int
+    q_heads: int
+    size: int
+    element_size: int
+    held: tuple[int, int]
+    longest: int
+    context: int
+    new_tokens: int
+
+
 # What a method of another package had to take before these requests, and takes now.
 _OF_REQUESTS = {
     "attend": "attend(self, request: AttentionRequest)",
     "index": "index(self, request: IndexRequest)",
     "flops": "flops(self, request: FlopsRequest)",
+    "carried_bytes": "carried_bytes(self, request: CarryRequest)",
 }
 
 
@@ -265,31 +291,10 @@ class Attention(Method, ABC):
         """
         return None
 
-    def carried_bytes(
-        self,
-        *,
-        rows: int,
-        heads: int,
-        q_heads: int,
-        size: int,
-        element_size: int,
-        held: tuple[int, int],
-        longest: int,
-        context: int,
-        new_tokens: int,
-    ) -> tuple[int, int]:
+    def carried_bytes(self, request: CarryRequest) -> tuple[int, int]:
         """Return bounds of the bytes of what one layer carries from call to call, as `AttentionContext.carry`.
 
         For forecasts of a cache's size before any run. A method that carries tensors overrides this.
-
-        Args:
-            rows, heads, q_heads: b, h and q.
-            size: d, of a key.
-            element_size: bytes of an element of the cache's dtype.
-            held: least and most tokens that the layer holds, over all rows and kv heads.
-            longest: most tokens that one row and kv head holds.
-            context: tokens of the prompt, in each row, which was read at once.
-            new_tokens: tokens that were decoded after it.
 
         Raises:
             ValueError: the method makes an index, and does not override this.

@@ -37,6 +37,7 @@ from kvtailor.attend.contract import (
     Attended,
     Attention,
     AttentionRequest,
+    CarryRequest,
     FastPathReading,
     FlopsRequest,
     IndexRequest,
@@ -168,33 +169,22 @@ class Rocket(Attention):
         number = loose + (carry["bounds"].shape[-1] * heads if "bounds" in carry else 0)
         return int((number * (2 * group * kept.cpu() + 5 * group)).sum())
 
-    def carried_bytes(
-        self,
-        *,
-        rows: int,
-        heads: int,
-        q_heads: int,
-        size: int,
-        element_size: int,
-        held: tuple[int, int],
-        longest: int,
-        context: int,
-        new_tokens: int,
-    ) -> tuple[int, int]:
+    def carried_bytes(self, request: CarryRequest) -> tuple[int, int]:
         """See `Attention.carried_bytes`. What is indexed lies between what was held after the prompt and what is now.
 
         8 bytes of capacity for each row. For each slot of padded rows a column, 4 bytes, and for each chunk of them two
         keys. With `turns` 4 bytes for each chosen token, and the newest queries until a token is decoded.
         """
-        owners, beside = rows * heads, 0
-        least, most = max(0, held[0] - new_tokens * owners) // owners, longest
+        rows, size, context, new_tokens = request.rows, request.size, request.context, request.new_tokens
+        owners, beside, key_bytes = rows * request.heads, 0, size * request.element_size
+        least, most = max(0, request.held[0] - new_tokens * owners) // owners, request.longest
         if self.turns:
             chosen = min(int(self._first_stage(torch.tensor([context]))), context)
             least, most = chosen, chosen + new_tokens
             if context > 1:
                 beside = 4 * owners * chosen
-                beside += 0 if new_tokens else rows * q_heads * min(self.window, context) * size * element_size
-        mean = least if self.turns else -(-held[1] // owners)
+                beside += 0 if new_tokens else rows * request.q_heads * min(self.window, context) * key_bytes
+        mean = least if self.turns else -(-request.held[1] // owners)
         sizes = [int(self._sizes(torch.tensor([count + self.expect]), size)[0]) for count in (least, mean)]
         indexed = beside + 8 * rows
         # A prompt of a single token is read as a decoded one, and nothing is indexed before one that is.
@@ -203,7 +193,7 @@ class Rocket(Attention):
             return low, max(high, 0 if context > 1 else 8 * rows)
 
         def index(slots: int, chunk: int) -> int:
-            return owners * (4 * slots + 2 * size * element_size * -(-slots // chunk))
+            return owners * (4 * slots + 2 * key_bytes * -(-slots // chunk))
 
         if context > 1 and least > self.tokens // 2 and min(sizes) > 1:
             low = indexed + index(least, max(sizes))

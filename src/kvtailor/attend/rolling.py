@@ -32,6 +32,7 @@ from kvtailor.attend.contract import (
     Attended,
     Attention,
     AttentionRequest,
+    CarryRequest,
     FastPathReading,
     FlopsRequest,
     IndexRequest,
@@ -100,24 +101,13 @@ class Rolling(Attention):
             "first_values": values.clone(memory_format=torch.contiguous_format).view(shape),
         }
 
-    def carried_bytes(
-        self,
-        *,
-        rows: int,
-        heads: int,
-        q_heads: int,
-        size: int,
-        element_size: int,
-        held: tuple[int, int],
-        longest: int,
-        context: int,
-        new_tokens: int,
-    ) -> tuple[int, int]:
+    def carried_bytes(self, request: CarryRequest) -> tuple[int, int]:
         """See `Attention.carried_bytes`: nothing, or keys and values of a first part of `_SHORT` tokens at most.
 
         Values are taken to be as wide as keys, or narrower.
         """
-        return 0, 2 * rows * heads * min(_SHORT, longest) * size * element_size
+        states = 2 * request.rows * request.heads * min(_SHORT, request.longest) * request.size
+        return 0, states * request.element_size
 
     def prompt_pass(self) -> str:
         """See `Attention.prompt_pass`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
 from kvtailor.calibration.contract import Calibrator, Job, Made
-from kvtailor.calibration.teaching import STEPS_TOLD, Networks, judged, lessons_of, scales, split, train
+from kvtailor.calibration.teaching import STEPS_TOLD, Networks, Scales, judged, lessons_of, scales, split, train
 from kvtailor.score.by_repetition.fastkvzip import FastKVzip as Scorer
 from kvtailor.score.by_repetition.fastkvzip import gated
 from kvtailor.score.kvzip import KVzip
@@ -51,8 +51,7 @@ class FastKVzip(Calibrator):
             begun,
             gated,
             _loss,
-            middle=torch.zeros_like(scale),
-            scale=scale,
+            scales=Scales(torch.zeros_like(scale), scale),
             steps=self.steps,
             state=job.state,
             advance=job.advance,

@@ -16,7 +16,17 @@ from torch import Tensor
 from torch.nn.functional import gelu, mse_loss
 
 from kvtailor.calibration.contract import Calibrator, Job, Made
-from kvtailor.calibration.teaching import STEPS_TOLD, Lessons, Networks, judged, lessons_of, scales, split, train
+from kvtailor.calibration.teaching import (
+    STEPS_TOLD,
+    Lessons,
+    Networks,
+    Scales,
+    judged,
+    lessons_of,
+    scales,
+    split,
+    train,
+)
 from kvtailor.score.by_repetition.kvzip_plus import KVzipPlus
 
 __all__ = ["KVzap"]
@@ -55,8 +65,7 @@ class KVzap(Calibrator):
             begun,
             _said,
             _loss,
-            middle=middle,
-            scale=scale,
+            scales=Scales(middle, scale),
             steps=self.steps,
             state=job.state,
             advance=job.advance,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from kvtailor.types import Held, Needs
 __all__ = [
     "Lessons",
     "Networks",
+    "Scales",
     "Predict",
     "STEPS_TOLD",
     "agreement",
@@ -123,10 +124,17 @@ _CLIPPED = 1.0
 _SHARE = 0.25
 
 
-def scales(lessons: Sequence[Lessons]) -> tuple[Tensor, Tensor]:
-    """(l, h, d + dv) mean and standard deviation of what a network reads."""
+class Scales(NamedTuple):
+    """How numbers of tokens are spread: networks read them less `middle`, over `scale`, both (l, h, d + dv)."""
+
+    middle: Tensor
+    scale: Tensor
+
+
+def scales(lessons: Sequence[Lessons]) -> Scales:
+    """Return mean and standard deviation of what a network reads."""
     together = torch.cat([each.tokens for each in lessons], 2).float()
-    return together.mean(2), together.std(2).clamp_min(1e-3)
+    return Scales(together.mean(2), together.std(2).clamp_min(1e-3))
 
 
 def train(
@@ -135,8 +143,7 @@ def train(
     predict: Predict,
     loss: Callable[[Tensor, Tensor], Tensor],
     *,
-    middle: Tensor,
-    scale: Tensor,
+    scales: Scales,
     steps: int,
     state: int,
     advance: Callable[[str], None] = lambda what: None,
@@ -148,7 +155,7 @@ def train(
         networks: to begin with, each (l, h, ...).
         predict: what they say.
         loss: from what they say and what was found to one number.
-        middle, scale: (l, h, d + dv); the networks read tokens less the one, over the other.
+        scales: of what the networks read.
         steps: of the optimizer.
         state: random state of the order.
         advance: called after each `STEPS_TOLD` of them.
@@ -164,7 +171,7 @@ def train(
     with torch.enable_grad():
         for step in range(1, steps + 1):
             some = torch.randint(tokens.shape[2], (_AT_ONCE,), generator=generator)
-            read = (tokens[:, :, some].float() - middle[:, :, None]) / scale[:, :, None]
+            read = (tokens[:, :, some].float() - scales.middle[:, :, None]) / scales.scale[:, :, None]
             lost = loss(predict(read, learned), found[:, :, some])
             descent.zero_grad()
             lost.backward()

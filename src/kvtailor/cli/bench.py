@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -157,28 +157,11 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         _list_suites()
         return
     given = [name for name in OF_ONE_RUN if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
-    if options["suite"] and given:
-        words = ", ".join(OF_ONE_RUN[name] for name in given)
-        raise click.UsageError(f"{words} beside --suite: a suite says what runs; leave out one of them.")
-    if options["plans"] and not any(each.strip(" ;") for each in options["plans"]):
-        raise click.UsageError(
-            '--plans is empty: give a plan, such as --plans "snapkv @ keep=0.25", or leave it out to compare a few.'
-        )
-    for name, flag in (("tables", "--table"), ("given", "--set"), ("estimate", "--estimate")):
-        if options[name] and not options["suite"]:
-            raise click.UsageError(f"{flag} without --suite: say which suite.")
+    _check_suite(options, given)
     if options["estimate"]:
         say_estimate(options)
         return
-    if options["ray"] is not None and under_torchrun():
-        raise click.UsageError(
-            "--ray under torchrun: a sweep sends whole models to a cluster, and torchrun's processes share one; leave "
-            "out one of them."
-        )
-    if options["without"] and options["out"] is None:
-        raise click.UsageError("--leave-out without --out: it is about the records of that folder.")
-    if options["resources"] and not options["ray"]:
-        raise click.UsageError("--resources without --ray: a run in one process has all that the process has.")
+    _check_where(options)
     tasks, values = split_tasks(options["tasks"]), values_of(options)
     idle = [name for name in SERVES if name in given and not {task for task, _ in tasks} & set(SERVES[name])]
     if idle:
@@ -219,6 +202,33 @@ command.option_groups = {
     "Where it runs": ("dtype", "cache_dtype", "device", "share", "ray", "resources"),
     "Results": ("out", "again", "without", "allow", "margin", "margin_points", "send_to", "as_json"),
 }
+
+
+def _check_suite(options: Mapping[str, Any], given: Sequence[str]) -> None:
+    """Refuse options of one run (`given` on the line) beside a suite, and a suite's without one."""
+    if options["suite"] and given:
+        words = ", ".join(OF_ONE_RUN[name] for name in given)
+        raise click.UsageError(f"{words} beside --suite: a suite says what runs; leave out one of them.")
+    if options["plans"] and not any(each.strip(" ;") for each in options["plans"]):
+        raise click.UsageError(
+            '--plans is empty: give a plan, such as --plans "snapkv @ keep=0.25", or leave it out to compare a few.'
+        )
+    for name, flag in (("tables", "--table"), ("given", "--set"), ("estimate", "--estimate")):
+        if options[name] and not options["suite"]:
+            raise click.UsageError(f"{flag} without --suite: say which suite.")
+
+
+def _check_where(options: Mapping[str, Any]) -> None:
+    """Refuse what does not go with a cluster, and what goes with one or with a folder alone."""
+    if options["ray"] is not None and under_torchrun():
+        raise click.UsageError(
+            "--ray under torchrun: a sweep sends whole models to a cluster, and torchrun's processes share one; leave "
+            "out one of them."
+        )
+    if options["without"] and options["out"] is None:
+        raise click.UsageError("--leave-out without --out: it is about the records of that folder.")
+    if options["resources"] and not options["ray"]:
+        raise click.UsageError("--resources without --ray: a run in one process has all that the process has.")
 
 
 def executor_of(address: str | None, console: Console) -> AbstractContextManager[Executor | None]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtailor.cli.words.budget import ELEMENT_SIZES, budget_notes, element_of, reachable, say_reachable
+from kvtailor.cli.words.budget import ELEMENT_SIZES, Reach, budget_notes, element_of, reachable, say_reachable
 from kvtailor.cli.words.lines import kept_in, say, stopped
 from kvtailor.cli.words.options import ABOVE_0, CACHE_DTYPE_HELP, GroupedCommand
 from kvtailor.cli.words.plan import read_plan
@@ -77,11 +77,7 @@ def command(
     if measure or engine is not None:
         _measure(plan, model, tokens, engine, as_json, measured)
         return
-    idle = [f"--{name.replace('_', '-')}" for name, value in measured.items() if value]
-    if idle:
-        raise click.UsageError(f"{', '.join(idle)} without --measure or --engine: it says how plans are measured.")
-    if not plan:
-        raise click.UsageError("Missing argument 'PLAN...': give a plan, or --model NAME --measure to try all presets.")
+    _check_unmeasured(plan, measured)
     import torch
 
     from kvtailor.errors import PlanError
@@ -89,7 +85,7 @@ def command(
     from kvtailor.ops.what_runs import explained
     from kvtailor.plan import Plan
 
-    parsed, geometry, element, reach = None, None, 1, None
+    parsed, on_model = None, _OnModel()
     faults: list[str] = []
     notes: list[str] = []
     try:
@@ -97,24 +93,12 @@ def command(
     except PlanError as error:
         faults += error.faults
     if model is not None:
-        from kvtailor.hf.model.config import config_of
-        from kvtailor.hf.model.geometry import Geometry, refusal
-        from kvtailor.hf.model.loading import cache_stays, faster_dtype, slow_here
-
-        config = config_of(model)
-        sentence = refusal(config)
-        if sentence is not None:
-            faults.append(sentence)
-        else:
-            geometry, element = Geometry.of(config), ELEMENT_SIZES[element_of(config, None)]
-            found, notes = _against(parsed, geometry, model)
-            if not torch.cuda.is_available() and faster_dtype(config) is not None:
-                notes += [f"{model}: {slow_here(config)}", f"{model}: {cache_stays(config)}"]
-            reach = reachable(geometry, element, tokens)
-            notes += say_reachable(reach)
-            faults += found
+        on_model = _on_model(parsed, model, tokens)
+        faults += on_model.faults
+        notes += on_model.notes
+    geometry, reach = on_model.geometry, on_model.reach
     if parsed is not None:
-        notes += budget_notes(parsed, geometry, element, tokens)
+        notes += budget_notes(parsed, geometry, on_model.element, tokens)
     for fault in faults:
         say(f"fault: {fault}", err=True)
     if not faults:
@@ -154,6 +138,15 @@ def command(
 command.option_groups = {
     "Measuring on the model": ("measure", "engine", "text", "margin", "out", "again", "dtype", "cache_dtype", "device"),
 }
+
+
+def _check_unmeasured(plan: tuple[str, ...], measured: dict[str, Any]) -> None:
+    """Refuse options of a measurement where nothing is measured, and a check of no plan."""
+    idle = [f"--{name.replace('_', '-')}" for name, value in measured.items() if value]
+    if idle:
+        raise click.UsageError(f"{', '.join(idle)} without --measure or --engine: it says how plans are measured.")
+    if not plan:
+        raise click.UsageError("Missing argument 'PLAN...': give a plan, or --model NAME --measure to try all presets.")
 
 
 def _measure(
@@ -203,6 +196,45 @@ def _measure(
         say(f"All numbers: kvtailor report {out}")
     if as_json:
         click.echo(json.dumps(found.as_dict(), ensure_ascii=False, allow_nan=False))
+
+
+@dataclass(kw_only=True)
+class _OnModel:
+    """What the configuration of a model says of a plan.
+
+    Attributes:
+        geometry: of the model; None: there is none, or the model is refused.
+        element: bytes of an element of its cache.
+        reach: what a row of its cache takes; None as with `geometry`.
+        faults, notes: sentences.
+    """
+
+    geometry: Geometry | None = None
+    element: int = 1
+    reach: Reach | None = None
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def _on_model(plan: Plan | None, model: str, tokens: int | None) -> _OnModel:
+    """Read a model's configuration, and check a plan against it; None: the plan has faults of its own."""
+    import torch
+
+    from kvtailor.hf.model.config import config_of
+    from kvtailor.hf.model.geometry import Geometry, refusal
+    from kvtailor.hf.model.loading import cache_stays, faster_dtype, slow_here
+
+    config = config_of(model)
+    sentence = refusal(config)
+    if sentence is not None:
+        return _OnModel(faults=[sentence])
+    geometry, element = Geometry.of(config), ELEMENT_SIZES[element_of(config, None)]
+    faults, notes = _against(plan, geometry, model)
+    if not torch.cuda.is_available() and faster_dtype(config) is not None:
+        notes += [f"{model}: {slow_here(config)}", f"{model}: {cache_stays(config)}"]
+    reach = reachable(geometry, element, tokens)
+    notes += say_reachable(reach)
+    return _OnModel(geometry=geometry, element=element, reach=reach, faults=faults, notes=notes)
 
 
 def _against(plan: Plan | None, geometry: Geometry, model: str) -> tuple[list[str], list[str]]:

@@ -85,12 +85,7 @@ def command(
         config = config_of(model)
         geometry, known = _sizes_of(config, cache_dtype)
         sizes |= known
-    if tokens is None and not (link is None and step_ms is None):
-        raise click.UsageError(
-            "--link and --step-ms need --tokens (or --context), the length at which the step is computed"
-        )
-    if tokens is not None and geometry is None:
-        raise click.UsageError("--context (or --tokens) needs the sizes of a model: give --model as well")
+    _check_context(tokens, with_rates=link is not None or step_ms is not None, with_model=geometry is not None)
     stages, cost, files = _stages(parsed), _cost(parsed, sizes), read_by(parsed, model)
     if named is not None:
         say(named, bold=True)
@@ -105,18 +100,8 @@ def command(
             "(docs/how-to/ask-later.md)"
         )
     if geometry is not None and model is not None:
-        from kvtailor.hf.model.key_bias import said_without_weights
-        from kvtailor.hf.model.loading import faster_dtype
-
-        if cache_dtype is None and (faster := faster_dtype(config)) is not None:
-            own = faster.itemsize
-            if geometry.full_bytes(1, 1, 1, own) > geometry.full_bytes(1, 1, 1) or geometry.has_states:
-                notes.append(
-                    f"the model's own windows and states are counted in float32, in which this CPU computes for want "
-                    f"of arithmetic in {sizes['dtype']}"
-                )
-        harm = said_without_weights(parsed, model, geometry)
-        notes += [] if harm is None else [f"warning: {harm}"]
+        own = _size_in_windows(config) if cache_dtype is None else None
+        notes += _notes_on_model(parsed, model, geometry, own, sizes["dtype"])
     held = step = size = None
     if batch > 1 and tokens is None:
         raise click.UsageError("--batch needs --context, the length of each row")
@@ -142,6 +127,38 @@ def command(
         known = {"stages": stages, "sizes": sizes, "closed_form": cost, "calibrations": told, "forecast": step}
         known |= {"holding": as_dict(held), "size": None if size is None else size.as_dict(), "notes": notes}
         click.echo(json.dumps({**about, **known}, default=str))
+
+
+def _check_context(tokens: int | None, *, with_rates: bool, with_model: bool) -> None:
+    """Refuse rates without a context, and a context without a model."""
+    if tokens is None and with_rates:
+        raise click.UsageError(
+            "--link and --step-ms need --tokens (or --context), the length at which the step is computed"
+        )
+    if tokens is not None and not with_model:
+        raise click.UsageError("--context (or --tokens) needs the sizes of a model: give --model as well")
+
+
+def _size_in_windows(config: Any) -> int | None:
+    """Return the bytes of an element where this CPU computes in another dtype than the model's; None: the same."""
+    from kvtailor.hf.model.loading import faster_dtype
+
+    faster = faster_dtype(config)
+    return None if faster is None else faster.itemsize
+
+
+def _notes_on_model(parsed: Plan, model: str, geometry: Geometry, own: int | None, dtype: str) -> list[str]:
+    """Say what of a model changes the bytes or the loss; `own`: bytes of an element in its windows and states."""
+    from kvtailor.hf.model.key_bias import said_without_weights
+
+    notes = []
+    if own is not None and (geometry.full_bytes(1, 1, 1, own) > geometry.full_bytes(1, 1, 1) or geometry.has_states):
+        notes.append(
+            f"the model's own windows and states are counted in float32, in which this CPU computes for want of "
+            f"arithmetic in {dtype}"
+        )
+    harm = said_without_weights(parsed, model, geometry)
+    return notes if harm is None else [*notes, f"warning: {harm}"]
 
 
 def _named(text: str) -> str | None:

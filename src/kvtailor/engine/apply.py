@@ -151,13 +151,7 @@ def compute_contents(
         whole = cut_lanes(keep, counts=counts.kept)
         # Every head keeps the same number: one lane for each (row, head), which a tail can hold.
         if whole is not None and whole.owner is None:
-            tail = _gather(state, held, keep, merged, whole)
-            before = state.stored.tail
-            known = min(counts.newest, (before.run or 0) if before else 0)
-            run, mass = max(recent, known), _mass(held, [whole])
-            return LayerContents(
-                tail=tail, recent=recent, run=run, anchor=_count_anchor(before, plan, held, counts), mass=mass
-            )
+            return _as_tail(state, plan, held, keep, merged, whole, recent, counts)
     waits = encoding and _waits(state, plan, counts)
     recent = state.stored.tail.length if waits and state.stored.tail else recent
     # (b, h, n) bool: what leaves the tail, or has left it before.
@@ -198,6 +192,28 @@ def compute_contents(
             rewritten = taken.keys, taken.values
     return LayerContents(
         segments=tuple(segments), recent=recent, waits=waits, rewritten=rewritten, mass=_mass(held, cuts)
+    )
+
+
+def _as_tail(
+    state: LayerState,
+    plan: Plan,
+    held: Held,
+    keep: Tensor,
+    merged: Merged | None,
+    cut: Cut,
+    recent: int,
+    counts: HeadCounts,
+) -> LayerContents:
+    """Return contents that lie in the tail alone: as many tokens in each head, in the lanes of `cut`."""
+    before = state.stored.tail
+    known = min(counts.newest, (before.run or 0) if before else 0)
+    return LayerContents(
+        tail=_gather(state, held, keep, merged, cut),
+        recent=recent,
+        run=max(recent, known),
+        anchor=_count_anchor(before, plan, held, counts),
+        mass=_mass(held, [cut]),
     )
 
 

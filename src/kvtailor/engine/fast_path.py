@@ -120,16 +120,8 @@ class FastPath:
             query_heads: q, of the layer's attention.
             visible: of the token; those that follow hide what it hides, and no more.
         """
-        if _SLOW_PATH.get() or not engine.has_fast_path:
-            return None
-        if state.pending is not None or state.draft is not None:
-            return None
         tail, model, segments = state.stored.tail, state.model, state.stored.segments
-        if segments and _same(segments, state.without_fast_path):
-            return None
-        if tail is None or not tail.length or not isinstance(engine.phase, Compressing) or engine.phase.windows_record:
-            return None
-        if model.latents is not None or state.clock.due or state.clock.reindex:
+        if tail is None or not tail.length or _must_look(engine, state):
             return None
         parts = state.parts()
         reading, left = engine.plan.attend.read_on_fast_path(state.index, parts), state.tokens_until_action(engine.plan)
@@ -252,6 +244,23 @@ class FastPath:
     def _tail_parts(self, tail: Tail) -> list[PlainSegment]:
         """The filled slots as they are read."""
         return [tail.as_segment()]
+
+
+def _must_look(engine: Engine, state: LayerState) -> bool:
+    """Whether something of an engine or a layer has to be looked at anew at each token."""
+    segments, clock = state.stored.segments, state.clock
+    return (
+        _SLOW_PATH.get()
+        or not engine.has_fast_path
+        or state.pending is not None
+        or state.draft is not None
+        or bool(segments and _same(segments, state.without_fast_path))
+        or not isinstance(engine.phase, Compressing)
+        or engine.phase.windows_record
+        or state.model.latents is not None
+        or clock.due
+        or clock.reindex
+    )
 
 
 def _weak(thing: T | None) -> Callable[[], T | None]:

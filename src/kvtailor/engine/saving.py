@@ -141,12 +141,22 @@ def _check_clock(state: LayerState, plan: Plan) -> None:
 
 def _check_observed(state: LayerState, dtype: torch.dtype) -> None:
     """Raise where what a layer remembers is not of its rows, heads, parts or dtype."""
-    rows, heads, evidence = state.rows, state.heads, state.observed.evidence
+    evidence = state.observed.evidence
     sizes = [(each.layout.lanes, each.layout.size) for each in state.parts()]
     if len(evidence.mass) > len(sizes):
         raise ValueError(f"a layer has {len(sizes)} parts, and the attention of {len(evidence.mass)} is remembered")
     for mass, part in zip(evidence.mass, sizes, strict=False):
         _check_shape("attention", mass, torch.float32, part)
+    count = _check_queries(evidence, state.rows, state.heads, dtype)
+    _check_moments(evidence, state.rows, count)
+    _check_scores(state.observed, state.rows, state.heads, dtype)
+    for name, carried in state.observed.carry.items():
+        if carried.ndim < 1 or carried.shape[0] != state.rows:
+            raise ValueError(f"{name} is carried for {tuple(carried.shape)}, and there are {state.rows} rows")
+
+
+def _check_queries(evidence: Evidence, rows: int, heads: int, dtype: torch.dtype) -> int:
+    """Check queries and their columns, and return of how many query heads they are; 0 where none are remembered."""
     queries, sampled = evidence.queries, evidence.sampled
     of_queries = (queries, sampled, evidence.moments_mean)
     q_heads = {each.shape[1] for each in of_queries if each is not None and each.ndim > 1}
@@ -165,6 +175,11 @@ def _check_observed(state: LayerState, dtype: torch.dtype) -> None:
             _check_shape(
                 f"columns of {name}", columns, torch.int64, (*([rows] if columns.ndim > 1 else []), columns.shape[-1])
             )
+    return count
+
+
+def _check_moments(evidence: Evidence, rows: int, count: int) -> None:
+    """Check the moments of queries of `count` heads: all of them are there, or none."""
     moments = (evidence.moments_count, evidence.moments_mean, evidence.moments_spread)
     if any(each is None for each in moments) != all(each is None for each in moments):
         raise ValueError("the moments of queries are not all there")
@@ -172,20 +187,21 @@ def _check_observed(state: LayerState, dtype: torch.dtype) -> None:
         if moment is not None:
             size = moment.shape[-1] if moment.ndim else 0
             _check_shape(f"{name} of queries", moment, torch.float32, (rows, count, size, size)[:dimensions])
-    for name, memory in state.observed.memories().items():
+
+
+def _check_scores(observed: Observed, rows: int, heads: int, dtype: torch.dtype) -> None:
+    """Check what scorers remember of the tokens of each row and kv head, and that scores have their columns."""
+    for name, memory in observed.memories().items():
         known = (torch.int32, torch.int64) if name == "scored_columns" else (torch.float32, dtype)
         if memory.dtype not in known or tuple(memory.shape[:2]) != (rows, heads):
             raise ValueError(
                 f"{name} are {memory.dtype} of shape {tuple(memory.shape)}, of {rows} rows and {heads} heads"
             )
-    scored, columns = state.observed.scored, state.observed.scored_columns
+    scored, columns = observed.scored, observed.scored_columns
     if (scored is None) != (columns is None) or (
         scored is not None and columns is not None and scored.shape[-1] != columns.shape[-1]
     ):
         raise ValueError("scores are remembered of other tokens than their columns")
-    for name, carried in state.observed.carry.items():
-        if carried.ndim < 1 or carried.shape[0] != rows:
-            raise ValueError(f"{name} is carried for {tuple(carried.shape)}, and there are {rows} rows")
 
 
 def _check_shape(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -263,6 +263,15 @@ def _warn_of_what_it_lacks(name: str, file: _Part) -> None:
         )
 
 
+def _fill_window(layer: WindowLayer, index: int, mine: Mapping[str, Tensor], rows: set[int], heads: int) -> None:
+    """Give a window of the model's own its keys and values; `rows` is empty where no other layer says how many."""
+    for states in (mine["keys"], mine["values"]):
+        if states.ndim != 4 or states.shape[:2] != (*(rows or {states.shape[0]}), heads):
+            raise ValueError(f"a window of layer {index} has the shape {tuple(states.shape)}")
+    layer.lazy_initialization(mine["keys"], mine["values"])
+    layer.keys, layer.values = mine["keys"], mine["values"]
+
+
 def _fill(cache: KvCache, layers: list[Any], saved: Mapping[str, Tensor], model: Any) -> None:
     """Fill an empty cache from the fields of its layers and the tensors.
 
@@ -292,12 +301,8 @@ def _fill(cache: KvCache, layers: list[Any], saved: Mapping[str, Tensor], model:
             if dtype is not None:
                 layer.initialize_as(torch.empty(0, dtype=dtype, device=places[index]))
         elif isinstance(layer, WindowLayer) and mine:
-            heads = cache.own_geometry.shapes[index].kv_heads
-            for states in (mine["keys"], mine["values"]):
-                if states.ndim != 4 or states.shape[:2] != (*(rows or {states.shape[0]}), heads):
-                    raise ValueError(f"a window of layer {index} has the shape {tuple(states.shape)}")
-            layer.lazy_initialization(mine["keys"], mine["values"])
-            layer.keys, layer.values, layer.cumulative_length = mine["keys"], mine["values"], fields["seen"]
+            _fill_window(layer, index, mine, rows, cache.own_geometry.shapes[index].kv_heads)
+            layer.cumulative_length = fields["seen"]
         known = ("state.",) if not isinstance(layer, WindowLayer) else ("state.", "keys", "values")
         if not isinstance(layer, CompressedLayer) and (odd := [name for name in mine if not name.startswith(known)]):
             raise ValueError(f"layer {index} is one of the model's own, and has {', '.join(odd[:3])}")

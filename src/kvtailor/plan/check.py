@@ -113,6 +113,33 @@ def _group_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -
     encode, score, allocate = parts["encode"], parts["score"], parts["allocate"]
     if not isinstance(encode, registry.Codec):
         return []
+    faults, name = _nested_faults(encode), registry.name_of(encode)
+    moves = isinstance(allocate, registry.Allocator) and not allocate.even_layers
+    if encode.kinds_by_layer and isinstance(score, registry.Scorer) and moves and settings.get("bytes") is not None:
+        faults.append(
+            f"bytes= buys tokens at the mean price of the layers, and {registry.name_of(allocate)} gives layers other "
+            f"numbers of tokens, which do not cost the same in each under {name}: give the budget as tokens= or keep=, "
+            "or take an allocator that gives every layer the same, such as uniform or adakv"
+        )
+    if not (encode.across and isinstance(score, registry.Scorer)) or isinstance(allocate, Broken):
+        return faults
+    apart = [] if score.same_on_layers else [f"{registry.name_of(score)} keeps other tokens in each"]
+    if registry.name_of(allocate) != registry.null("allocate"):
+        apart.append(f"{registry.name_of(allocate)} gives each its own budget")
+    if isinstance(parts["merge"], registry.Merger) and parts["merge"].weighted:
+        apart.append(f"{registry.name_of(parts['merge'])} merges other tokens in each")
+    for budget in ("keep", "bytes"):
+        if settings.get(budget) is not None:
+            apart.append(f"{budget}= may leave one of them a token more")
+    return faults + [
+        f"{name} stores two layers' tokens together, and {reason}: leave one of the two out, or evict by position, as "
+        "in streaming @ tokens=1024"
+        for reason in apart
+    ]
+
+
+def _nested_faults(encode: registry.Codec) -> list[str]:
+    """Faults of a codec that holds one which must stand outside of it."""
     faults, name = [], registry.name_of(encode)
     for each in list(with_nested(encode))[1:]:
         if isinstance(each, registry.Codec) and each.across:
@@ -140,28 +167,7 @@ def _group_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -
                 f"{inner} ranks what it stores by the queries, and inside {name} it would not get them: name {inner} "
                 "as the codec itself"
             )
-    moves = isinstance(allocate, registry.Allocator) and not allocate.even_layers
-    if encode.kinds_by_layer and isinstance(score, registry.Scorer) and moves and settings.get("bytes") is not None:
-        faults.append(
-            f"bytes= buys tokens at the mean price of the layers, and {registry.name_of(allocate)} gives layers other "
-            f"numbers of tokens, which do not cost the same in each under {name}: give the budget as tokens= or keep=, "
-            "or take an allocator that gives every layer the same, such as uniform or adakv"
-        )
-    if not (encode.across and isinstance(score, registry.Scorer)) or isinstance(allocate, Broken):
-        return faults
-    apart = [] if score.same_on_layers else [f"{registry.name_of(score)} keeps other tokens in each"]
-    if registry.name_of(allocate) != registry.null("allocate"):
-        apart.append(f"{registry.name_of(allocate)} gives each its own budget")
-    if isinstance(parts["merge"], registry.Merger) and parts["merge"].weighted:
-        apart.append(f"{registry.name_of(parts['merge'])} merges other tokens in each")
-    for budget in ("keep", "bytes"):
-        if settings.get(budget) is not None:
-            apart.append(f"{budget}= may leave one of them a token more")
-    return faults + [
-        f"{name} stores two layers' tokens together, and {reason}: leave one of the two out, or evict by position, as "
-        "in streaming @ tokens=1024"
-        for reason in apart
-    ]
+    return faults
 
 
 def wrong_kinds(parts: Mapping[str, object]) -> list[str]:

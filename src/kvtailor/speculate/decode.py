@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -12,7 +13,24 @@ from kvtailor.speculate.contract import Draft, Reader, Rule
 from kvtailor.speculate.lookahead import Controller
 from kvtailor.speculate.rounds import Level, Statistics, next_token, verified
 
-__all__ = ["Decoding"]
+__all__ = ["Decoding", "Drafting"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """A draft, how it is counted, and when it makes anew what it remembers.
+
+    Attributes:
+        draft: proposes tokens to the target.
+        levels: counts; the first of them is the target's.
+        refresh: emitted tokens after which the draft makes anew what it remembers; None: never.
+        renew: how it does so, from the columns so far, of which it reads all but the last.
+    """
+
+    draft: Draft
+    levels: tuple[Level, ...]
+    refresh: int | None = None
+    renew: Callable[[Tensor], None] | None = None
 
 
 class Decoding:
@@ -20,35 +38,29 @@ class Decoding:
 
     Args:
         target: has read all columns of the prompt.
-        draft: None: plain decoding.
         rule: chooses and judges.
         controller: how many tokens to draft; used only where there is a draft.
-        levels: counts; the first of them is the target's. Empty without a draft.
+        drafting: None: plain decoding.
         eos: tokens that end a row.
         pad: what ended rows emit; needed where there are several.
-        refresh: emitted tokens after which the draft makes anew what it remembers; None: never.
-        renew: how it does so, from the columns so far, of which it reads all but the last.
         emit: called with (b, t) tokens as soon as they are certain, in order.
     """
 
     def __init__(
         self,
         target: Reader,
-        draft: Draft | None,
         rule: Rule,
         controller: Controller,
-        levels: tuple[Level, ...],
+        drafting: Drafting | None,
         *,
         eos: Collection[int] = (),
         pad: int = 0,
-        refresh: int | None = None,
-        renew: Callable[[Tensor], None] | None = None,
         emit: Callable[[Tensor], None] | None = None,
     ):
-        self.target, self.draft, self.rule, self.controller = target, draft, rule, controller
-        self.pad, self.refresh, self.renew, self.emit = pad, refresh, renew, emit
+        self.target, self.rule, self.controller, self.drafting = target, rule, controller, drafting
+        self.pad, self.emit = pad, emit
         self.eos = torch.tensor(sorted(eos), dtype=torch.int64)
-        self.statistics = Statistics(levels=levels)
+        self.statistics = Statistics(levels=() if drafting is None else drafting.levels)
         self._stale = self._told = 0
 
     def run(self, ids: Tensor, first: Tensor, count: int) -> Tensor:
@@ -71,10 +83,10 @@ class Decoding:
         until_action = self.target.tokens_until_action()
         # A verification reads the last token too, and gives one more than was drafted.
         longest = min(most - 1, most if until_action is None else until_action - 1)
-        count = min(self.controller.length(), longest) if self.draft is not None and longest > 0 else 0
-        if self.draft is None or count < 1:
+        count = min(self.controller.length(), longest) if self.drafting is not None and longest > 0 else 0
+        if self.drafting is None or count < 1:
             return self._plain(ids)
-        return self._round(self.draft, ids, count)
+        return self._round(self.drafting, ids, count)
 
     def _plain(self, ids: Tensor) -> Tensor:
         started = perf_counter()
@@ -87,19 +99,19 @@ class Decoding:
         self.statistics.plain_tokens += 1
         return ids
 
-    def _round(self, draft: Draft, ids: Tensor, count: int) -> Tensor:
+    def _round(self, drafting: Drafting, ids: Tensor, count: int) -> Tensor:
         before, started = ids.shape[1], perf_counter()
-        if self.refresh is not None and self.renew is not None and self._stale >= self.refresh:
-            self.renew(ids)
+        if drafting.refresh is not None and drafting.renew is not None and self._stale >= drafting.refresh:
+            drafting.renew(ids)
             self._stale = 0
-        proposal = draft.propose(ids, count)
+        proposal = drafting.draft.propose(ids, count)
         self.target.wait()
         drafted = perf_counter()
         level = self.statistics.levels[0]
         given = verified(self.target, self.rule, ids, proposal, self.live, level)
         ids = self._taken(ids, given.tokens)
         # Of an accepted run that goes on after the text's end, nothing stays.
-        for each in (self.target, draft):
+        for each in (self.target, drafting.draft):
             each.retract(ids.shape[1] - 1)
             each.settle()
         self.target.wait()

@@ -10,6 +10,7 @@ from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs import replay
 from kvtailor.hf.graphs.replay import Recorder
 from kvtailor.hf.model.tensor_parallel import RankHeads
+from kvtailor.plan import Plan
 from kvtailor.types import HeadShare
 
 __all__ = ["check_processes", "checked_recorder", "obstacle", "obstacle_of_parts"]
@@ -29,20 +30,9 @@ def obstacle(cache: KvCache, model: Any) -> str | None:
         return f"this {geometry.model_type} has layers with {kept}, which are not recorded yet"
     if geometry.has_latents:
         return f"the attention of this {geometry.model_type} reads latents, which steps that are recorded do not"
-    if not plan.attend.graph_safe:
-        return f"{plan} chooses anew at every token what it reads"
-    if cache.engine.listens:
-        return f"{plan} keeps account of what every new token attends to"
-    if plan.store.moves:
-        return f"{plan} moves segments between tiers at every token"
-    if plan.store.limit is not None:
-        return f"{plan} limits the bytes on the device, which would be looked at at every token"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return f"{type(model).__name__} counts positions itself: it takes no position_ids"
-    parameters = getattr(cache.guard.config, "rope_parameters", None) or {}
-    kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
-    if any(each.get("rope_type") in _RECOMPUTED for each in kinds):
-        return f"this {geometry.model_type} computes its rotary frequencies anew from the length of the text"
+    why = _obstacle_of_plan(plan, cache.engine.listens) or _obstacle_of_rotation(geometry.model_type, cache, model)
+    if why is not None:
+        return why
     if cache.guard.stored_dtype is not None:
         held = str(cache.guard.stored_dtype).removeprefix("torch.")
         return (
@@ -52,6 +42,30 @@ def obstacle(cache: KvCache, model: Any) -> str | None:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         return f"the model's weights are on {len(devices)} devices"
+    return None
+
+
+def _obstacle_of_plan(plan: Plan, listens: bool) -> str | None:
+    """Why steps under a plan cannot be recorded, a sentence; `listens`: its methods see what each token attends to."""
+    if not plan.attend.graph_safe:
+        return f"{plan} chooses anew at every token what it reads"
+    if listens:
+        return f"{plan} keeps account of what every new token attends to"
+    if plan.store.moves:
+        return f"{plan} moves segments between tiers at every token"
+    if plan.store.limit is not None:
+        return f"{plan} limits the bytes on the device, which would be looked at at every token"
+    return None
+
+
+def _obstacle_of_rotation(name: str, cache: KvCache, model: Any) -> str | None:
+    """Why positions of a model called `name` cannot be given to recorded steps, a sentence."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{type(model).__name__} counts positions itself: it takes no position_ids"
+    parameters = getattr(cache.guard.config, "rope_parameters", None) or {}
+    kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
+    if any(each.get("rope_type") in _RECOMPUTED for each in kinds):
+        return f"this {name} computes its rotary frequencies anew from the length of the text"
     return None
 
 

@@ -200,6 +200,11 @@ def refusal(config: Any) -> str | None:
             f"{name} keeps no keys of its own: all its layers read those of the model for which it drafts, so there is "
             "nothing to compress"
         )
+    return _refusal_of_cache(name, text) or _refusal_of_attention(name, text)
+
+
+def _refusal_of_cache(name: str, text: Any) -> str | None:
+    """Why what a decoder caches is not supported, as a sentence; None where it is."""
     if has_indexer(text):
         return (
             f"{name} lets an indexer choose the tokens that each query sees (sparse attention), by keys of its own "
@@ -221,6 +226,11 @@ def refusal(config: Any) -> str | None:
             f"{name} keeps its recurrent states in the model's modules and not in the cache, so a cache of its own "
             "does not keep one text apart from another; kvtailor does not support that"
         )
+    return None
+
+
+def _refusal_of_attention(name: str, text: Any) -> str | None:
+    """Why a decoder's attention is not supported, as a sentence; None where it is."""
     if text.model_type == "falcon" and text.alibi:
         return (
             f"this {name} adds a number to each attention logit by its position (alibi=True) in code of its own, which "

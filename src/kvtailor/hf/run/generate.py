@@ -33,7 +33,7 @@ from kvtailor.ops.notebook_html import html_block, html_table
 from kvtailor.plan import Plan
 from kvtailor.plan.calls import check_call
 from kvtailor.speculate.contract import Draft, Lookahead, Rule
-from kvtailor.speculate.decode import Decoding
+from kvtailor.speculate.decode import Decoding, Drafting
 from kvtailor.speculate.drafts import Hierarchy, Steps
 from kvtailor.speculate.lookahead import Adaptive, Controller, Fixed
 from kvtailor.speculate.rounds import Level, Statistics
@@ -159,25 +159,17 @@ def generate(
     target_plan, small_plan, own_plan = (_parsed(each) for each in (plan, draft_plan, middle_plan))
     assert target_plan is not None
     lookahead = _checked(target_plan, draft, small_plan, own_plan, gamma, inner_gamma, min_gain, refresh)
-    if graphs and (draft is not None or small_plan is not None):
+    drafts = draft is not None or small_plan is not None
+    if graphs and drafts:
         raise CacheMisuse("graphs=True replays steps of one token, and with a draft several are read at once")
-    if input_ids.ndim != 2 or not input_ids.shape[1] or max_new_tokens < 1:
-        raise CacheMisuse(
-            f"generating takes token ids (b, n), n at least 1, and max_new_tokens of at least 1, and got "
-            f"{tuple(input_ids.shape)} and {max_new_tokens}"
-        )
-    check_ids(model, input_ids)
-    if streamer is not None and input_ids.shape[0] > 1:
-        raise CacheMisuse(f"a streamer takes one row, and input_ids has {input_ids.shape[0]}: leave it out")
-    _check_processes(model, gamma, min_gain, drafts=draft is not None or small_plan is not None, graphs=graphs)
+    _check_ids(model, input_ids, max_new_tokens, streams=streamer is not None)
+    _check_processes(model, gamma, min_gain, drafts=drafts, graphs=graphs)
     rule: Rule = Greedy()
     if do_sample:
         rule = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=_shared(generator, model))
     small = model if draft is None else _loaded(draft, model, cache_dtype)
-    for each in (model, small) if draft is not None or small_plan is not None else ():
-        obstacle = Geometry.of(each.config).taking_back_refusal()
-        if obstacle is not None:
-            raise UnsupportedModel(f"a draft may be rejected, and {obstacle}: leave draft and draft_plan out")
+    if drafts:
+        _check_taking_back(model, small)
     device = input_device(model)
     ids, mask = input_ids.to(device), None
     if attention_mask is not None and not bool(attention_mask.all()):
@@ -192,7 +184,7 @@ def generate(
     readers = [target]
     levels: list[Level] = []
     drafting: Draft | None = None
-    if draft is not None or small_plan is not None:
+    if drafts:
         own_dtype = cache_dtype if small is model else None
         readers.append(CacheReader(small, small_plan or Plan.parse("full"), mask, chunk, own_dtype))
         levels.append(Level())
@@ -201,15 +193,10 @@ def generate(
         readers.append(CacheReader(model, own_plan, mask, chunk, cache_dtype))
         levels.append(Level())
         drafting = Hierarchy(readers[-1], drafting, rule, inner_gamma, levels[-1])
-    why = ""
     if drafting is not None:
-        why = "a draft is verified by one forward on either side of it"
+        _check_borders(readers, ids, max_new_tokens, "a draft is verified by one forward on either side of it")
     elif target_plan.needs.reconstruction:
-        why = f"{target_plan} reads its context twice"
-    for reader in readers if why else ():
-        last = ids.shape[1] + max_new_tokens - 1
-        what = "prompt and max_new_tokens together"
-        check_border(reader.cache.guard.border, seen=ids.shape[1], after=last, what=what, why=why)
+        _check_borders(readers, ids, max_new_tokens, f"{target_plan} reads its context twice")
     own = readers[-1] if len(readers) > 1 and (own_plan is not None or draft is None) else None
     sharing = [own] if own is not None and can_follow(own.plan) else []
     source = target if own is not None and can_remake(target.plan, own.plan) else None
@@ -221,14 +208,18 @@ def generate(
             reader.prefill(ids)
     decoding = Decoding(
         target,
-        drafting,
         rule,
         Controller(lookahead, min_gain if drafting is not None else None),
-        tuple(levels),
+        None
+        if drafting is None
+        else Drafting(
+            draft=drafting,
+            levels=tuple(levels),
+            refresh=refresh,
+            renew=None if own is None else partial(own.renew, source=source),
+        ),
         eos=_ids(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id),
         pad=_pad(model, pad_token_id),
-        refresh=refresh,
-        renew=None if own is None else partial(own.renew, source=source),
         emit=None if streamer is None else _to(streamer),
     )
     if streamer is not None:
@@ -245,6 +236,33 @@ def generate(
         cache=cache,
         drafts=tuple(reader.cache for reader in readers[1:]),
     )
+
+
+def _check_ids(model: Any, input_ids: Tensor, max_new_tokens: int, *, streams: bool) -> None:
+    """Refuse token ids after which nothing can be generated."""
+    if input_ids.ndim != 2 or not input_ids.shape[1] or max_new_tokens < 1:
+        raise CacheMisuse(
+            f"generating takes token ids (b, n), n at least 1, and max_new_tokens of at least 1, and got "
+            f"{tuple(input_ids.shape)} and {max_new_tokens}"
+        )
+    check_ids(model, input_ids)
+    if streams and input_ids.shape[0] > 1:
+        raise CacheMisuse(f"a streamer takes one row, and input_ids has {input_ids.shape[0]}: leave it out")
+
+
+def _check_taking_back(*models: Any) -> None:
+    """Refuse models whose layers cannot take back the tokens of a rejected draft."""
+    for each in models:
+        obstacle = Geometry.of(each.config).taking_back_refusal()
+        if obstacle is not None:
+            raise UnsupportedModel(f"a draft may be rejected, and {obstacle}: leave draft and draft_plan out")
+
+
+def _check_borders(readers: Sequence[CacheReader], ids: Tensor, new: int, why: str) -> None:
+    """Refuse a run that would cross the length from which on a model computes otherwise."""
+    for reader in readers:
+        last, what = ids.shape[1] + new - 1, "prompt and max_new_tokens together"
+        check_border(reader.cache.guard.border, seen=ids.shape[1], after=last, what=what, why=why)
 
 
 def _check_text_alone(model: Any, ids: Tensor, inputs: Mapping[str, Any], unsaid: Collection[str]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import Attention
+from kvtailor.attend.contract import Attention, CarryRequest
 from kvtailor.calibration_file import calibrated
 from kvtailor.encode.by_age import ByAge
 from kvtailor.encode.contract import Codec, CodecContext
@@ -442,7 +442,7 @@ def carried_bytes(
         context: tokens of the prompt.
         new_tokens: that were decoded.
     """
-    low, high = attend.carried_bytes(
+    request = CarryRequest(
         rows=rows,
         heads=shape.kv_heads,
         q_heads=shape.q_heads,
@@ -453,6 +453,7 @@ def carried_bytes(
         context=context,
         new_tokens=new_tokens,
     )
+    low, high = attend.carried_bytes(request)
     counts = 8 * rows * shape.kv_heads if attend.has_token_budget and new_tokens else 0
     return Bounds(low, high), Bounds(0, counts)
 

@@ -125,45 +125,14 @@ def stored_sides(part: Segment) -> StoredSides | None:
     if part.plain:
         whole: Any = part
         return StoredSides(layout=part.layout, keys=Whole(states=whole.keys), values=Whole(states=whole.values))
-    # A codec with a view of its own gives attention other values than those it decodes.
     if isinstance(part, PairSegment):
-        if type(part).view is not Segment.view:
-            return None
-        keys, values = part.keys, part.values
-        own = keys.coordinates(), values.coordinates()
-        found = StoredSides(
-            layout=part.layout,
-            keys=keys if own[0] is None else keys.as_read(),
-            values=values if own[1] is None else values.as_read(),
-        )
-        if part.layout.owner is not None and any(each is not None and each.matrix.shape[0] > 1 for each in own):
-            # A map of each lane maps the queries of no kv head where lanes are pages of heads.
-            return None
-        return _within(found, *own)
+        return _pair(part)
     if isinstance(part, Weighted):
         inner = stored_sides(part.inner)
         # Heads that share a lane have weights of their own.
         return None if inner is None or inner.joined > 1 else inner._replace(log_weight=part.log_weight)
     if isinstance(part, AroundSegment):
-        turning = part.turning()
-        if turning is not None:
-            return _turned(part, turning)
-        offsetting = part.offsetting()
-        if offsetting is not None:
-            inner = stored_sides(part.inner)
-            # Both count positions, of what would be two kinds of keys.
-            if inner is None or inner.joined > 1 or inner.turning is not None or inner.offsetting is not None:
-                return None
-            return inner._replace(offsetting=offsetting)
-        inner = None if type(part).coordinates is AroundSegment.coordinates else stored_sides(part.inner)
-        if inner is None or inner.joined != 1:
-            return None
-        key_size, value_size = inner.channels()
-        maps = None if key_size is None or value_size is None else part.coordinates(key_size, value_size)
-        moved = inner.turning is not None or inner.offsetting is not None
-        if maps is None or (moved and maps[0] is not None):
-            return None
-        return _within(inner, *maps)
+        return _around(part)
     if isinstance(part, LatentSegment):
         return _latents(part)
     if isinstance(part, HalfSegment):
@@ -173,6 +142,45 @@ def stored_sides(part: Segment) -> StoredSides | None:
             return None
         return shared._replace(keys=part.keys.as_read(shared.keys), values=part.values.as_read(shared.values))
     return None
+
+
+def _pair(part: PairSegment) -> StoredSides | None:
+    # A codec with a view of its own gives attention other values than those it decodes.
+    if type(part).view is not Segment.view:
+        return None
+    keys, values = part.keys, part.values
+    own = keys.coordinates(), values.coordinates()
+    found = StoredSides(
+        layout=part.layout,
+        keys=keys if own[0] is None else keys.as_read(),
+        values=values if own[1] is None else values.as_read(),
+    )
+    if part.layout.owner is not None and any(each is not None and each.matrix.shape[0] > 1 for each in own):
+        # A map of each lane maps the queries of no kv head where lanes are pages of heads.
+        return None
+    return _within(found, *own)
+
+
+def _around(part: AroundSegment) -> StoredSides | None:
+    turning = part.turning()
+    if turning is not None:
+        return _turned(part, turning)
+    offsetting = part.offsetting()
+    if offsetting is not None:
+        inner = stored_sides(part.inner)
+        # Both count positions, of what would be two kinds of keys.
+        if inner is None or inner.joined > 1 or inner.turning is not None or inner.offsetting is not None:
+            return None
+        return inner._replace(offsetting=offsetting)
+    inner = None if type(part).coordinates is AroundSegment.coordinates else stored_sides(part.inner)
+    if inner is None or inner.joined != 1:
+        return None
+    key_size, value_size = inner.channels()
+    maps = None if key_size is None or value_size is None else part.coordinates(key_size, value_size)
+    moved = inner.turning is not None or inner.offsetting is not None
+    if maps is None or (moved and maps[0] is not None):
+        return None
+    return _within(inner, *maps)
 
 
 def _turned(part: AroundSegment, turning: Turning) -> StoredSides | None:

@@ -39,53 +39,19 @@ def footnotes(
     yield from _unequal_samples(records)
     yield from _idle_plans(records)
     yield from checks.warnings_of(records)
-    texts = texts_together(records, "perplexity")
-    if texts:
-        scored, point = [next(iter(each.records.values())) for each in texts], texts[0].point
-        names = _listed([str(each.text) for each in scored])
-        yield (
-            f"ΔNLL: nats per token against 'full' {_interval_words(scored)} of {names} "
-            f"({point['context']} tokens compressed, the next {point['continuation']} scored on what is "
-            f"left, {sum(each.tokens_scored or 0 for each in scored)} tokens in all, the same for every plan)."
-        )
-        if sum(each.samples or 0 for each in scored) < 50:
-            yield "Fewer than 50 windows: enough for a look, too few for a claim. Use --windows 50 or more."
-    yield from _which_texts(series_of(records, "perplexity"), texts)
+    yield from _about_loss(records)
     for task in ("fidelity", "speed", "memory", "capacity"):
         yield from _which_point(series_of(records, task))
-    needles = [r for r in records if r.task == "needle" and r.error is None]
-    if needles:
-        full = next((row for row in rows if row.is_full), None)
-        lengths = sorted({int(str(r.point["length"])) for r in needles})
-        kinds = ", ".join(dict.fromkeys(str(r.point["kind"]) for r in needles))
-        places = {bool(r.point.get("question_outside")) for r in needles}
-        where = "inside or outside of" if len(places) > 1 else "outside of" if True in places else "inside"
-        yield (
-            f"needle: answers exactly right over {kinds} documents of {' and '.join(map(str, lengths))} tokens, "
-            f"question {where} the compressed context; 95 % Wilson intervals."
-        )
-        if full is not None and full.accuracy is not None and full.accuracy.value < 0.5:
-            yield (
-                f"'full' itself answers {full.hits} of {full.accuracy.count}: in that column the model is the limit "
-                "before any "
-                "cache is."
-            )
+    full = next((row for row in rows if row.is_full), None)
+    yield from _about_needles(records, full)
     if any(row.recall is not None for row in rows):
         yield "recall: of answers with several parts, the share that the greedy continuation contains, in any order."
     yield from _asked_less(records, rows)
     yield from _about_sets(records)
-    full_row = next((row for row in rows if row.is_full), None)
-    hard = [measure.name for measure in measures if full_row is not None and beyond_the_model(measure, full_row)]
+    hard = [measure.name for measure in measures if full is not None and beyond_the_model(measure, full)]
     if hard:
         yield f"'full' itself gets next to nothing right in {'; '.join(hard)}: that decides nothing about the plans."
-    fidelity = base(series_of(records, "fidelity"))
-    if fidelity is not None:
-        compared = next(iter(fidelity.records.values()))
-        yield (
-            f"KL: nats of KL(full || plan) per token, top-1: tokens of which both find the same most likely; "
-            f"{compared.tokens_scored} tokens of {compared.samples} windows of {compared.text}, "
-            f"{compared.point['context']} tokens compressed before them."
-        )
+    yield from _about_fidelity(records)
     yield from _about_memory(records)
     yield from _about_reading(records)
     yield from _about_time(records)
@@ -98,6 +64,56 @@ def footnotes(
         )
     if len([row for row in rows if row.loss is not None]) > 3:
         yield "Each interval is for one plan by itself: the best of several looks a little better than it is."
+    yield from _noted(records, rows)
+
+
+def _about_loss(records: Sequence[Record]) -> Iterator[str]:
+    texts = texts_together(records, "perplexity")
+    if texts:
+        scored, point = [next(iter(each.records.values())) for each in texts], texts[0].point
+        names = _listed([str(each.text) for each in scored])
+        yield (
+            f"ΔNLL: nats per token against 'full' {_interval_words(scored)} of {names} "
+            f"({point['context']} tokens compressed, the next {point['continuation']} scored on what is "
+            f"left, {sum(each.tokens_scored or 0 for each in scored)} tokens in all, the same for every plan)."
+        )
+        if sum(each.samples or 0 for each in scored) < 50:
+            yield "Fewer than 50 windows: enough for a look, too few for a claim. Use --windows 50 or more."
+    yield from _which_texts(series_of(records, "perplexity"), texts)
+
+
+def _about_needles(records: Sequence[Record], full: Row | None) -> Iterator[str]:
+    needles = [r for r in records if r.task == "needle" and r.error is None]
+    if not needles:
+        return
+    lengths = sorted({int(str(r.point["length"])) for r in needles})
+    kinds = ", ".join(dict.fromkeys(str(r.point["kind"]) for r in needles))
+    places = {bool(r.point.get("question_outside")) for r in needles}
+    where = "inside or outside of" if len(places) > 1 else "outside of" if True in places else "inside"
+    yield (
+        f"needle: answers exactly right over {kinds} documents of {' and '.join(map(str, lengths))} tokens, "
+        f"question {where} the compressed context; 95 % Wilson intervals."
+    )
+    if full is not None and full.accuracy is not None and full.accuracy.value < 0.5:
+        yield (
+            f"'full' itself answers {full.hits} of {full.accuracy.count}: in that column the model is the limit "
+            "before any cache is."
+        )
+
+
+def _about_fidelity(records: Sequence[Record]) -> Iterator[str]:
+    fidelity = base(series_of(records, "fidelity"))
+    if fidelity is not None:
+        compared = next(iter(fidelity.records.values()))
+        yield (
+            f"KL: nats of KL(full || plan) per token, top-1: tokens of which both find the same most likely; "
+            f"{compared.tokens_scored} tokens of {compared.samples} windows of {compared.text}, "
+            f"{compared.point['context']} tokens compressed before them."
+        )
+
+
+def _noted(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[str]:
+    """What the records note of plans, each note once for all that have it, and what has no number."""
     notes = [(note, r.label) for r in records for note in r.notes if r.plan_hash != OWN]
     for note, same in groupby(sorted(set(notes)), key=lambda pair: pair[0]):
         labels = [label for _, label in same]
