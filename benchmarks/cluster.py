@@ -31,7 +31,7 @@ from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tasks.settings import Metric
 from kvtailor.cluster.connect import connect
-from kvtailor.cluster.contract import Call, Executor, Outcome
+from kvtailor.cluster.contract import Call, CallOutcome, Executor
 
 __all__: list[str] = []
 
@@ -63,7 +63,7 @@ class _Timed(InProcess):
 
     seconds = 0.0
 
-    def take(self) -> Outcome:
+    def take(self) -> CallOutcome:
         begin = time.perf_counter()
         try:
             return super().take()

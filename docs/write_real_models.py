@@ -22,7 +22,7 @@ from statistics import fmean
 from kvtailor.bench.measure.statistics import Estimate, wilson
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.rows import Row
-from kvtailor.bench.report.suite.ranking import Place, Ranking, Score, rank
+from kvtailor.bench.report.suite.ranking import Place, RankedScore, Ranking, rank
 from kvtailor.bench.report.tables.grid import interval
 from kvtailor.bench.report.tables.quality import difference
 from kvtailor.bench.report.verdict.verdict import judge
@@ -231,7 +231,7 @@ def _field(rankings: Mapping[str, Ranking]) -> Iterator[str]:
     heads = [f"{name}, {100 * budget:g} %" for name in rankings for budget in budgets]
     yield f"| plan | {' | '.join(heads)} |"
     yield "|---|" + "---|" * len(heads)
-    scores: dict[tuple[str, float, str], Mapping[str, Score]] = {}
+    scores: dict[tuple[str, float, str], Mapping[str, RankedScore]] = {}
     for name, ranking in rankings.items():
         for budget in budgets:
             for place in ranking.at(budget):
@@ -242,7 +242,7 @@ def _field(rankings: Mapping[str, Ranking]) -> Iterator[str]:
         yield f"| {label} | {' | '.join(cells)} |"
 
 
-def _score(scores: Mapping[str, Score] | None) -> str:
+def _score(scores: Mapping[str, RankedScore] | None) -> str:
     """Nats a token of novels over 'full' with their interval, and the share of needles that were found."""
     if not scores or (loss := scores.get("novels, ΔNLL")) is None:
         return "-"

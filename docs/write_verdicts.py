@@ -26,8 +26,8 @@ from kvtailor.bench.report.suite.ranking import (  # noqa: E402
     LEADS,
     LEVEL,
     WORSE,
-    Column,
     Place,
+    RankedColumn,
     Ranking,
     difference,
     rank,
@@ -127,7 +127,7 @@ def _pair(ranking: Ranking, records: Sequence[Record], one: str, other: str) -> 
         yield f"Not measured beside {other}."
 
 
-def _difference(column: Column, mine: Place, theirs: Place, by_key: dict[str, Record]) -> str | None:
+def _difference(column: RankedColumn, mine: Place, theirs: Place, by_key: dict[str, Record]) -> str | None:
     ours, other = (place.scores.get(column.label) for place in (mine, theirs))
     if column.silent is not None or column.label in _IN_THE_LEADERBOARD or ours is None or other is None:
         return None
@@ -138,7 +138,7 @@ def _difference(column: Column, mine: Place, theirs: Place, by_key: dict[str, Re
     return f"{_named(column)} {value}{' points' if column.hits else ''} ({between})"
 
 
-def _cell(column: Column, place: Place) -> str | None:
+def _cell(column: RankedColumn, place: Place) -> str | None:
     score = place.scores.get(column.label)
     summed_up = column.label in _IN_THE_LEADERBOARD and _TOGETHER in place.scores
     if score is None or column.silent is not None or summed_up:
@@ -149,11 +149,11 @@ def _cell(column: Column, place: Place) -> str | None:
     return f"{_named(column)} {found}{standing}"
 
 
-def _named(column: Column) -> str:
+def _named(column: RankedColumn) -> str:
     return re.sub(r", (points|ΔNLL)$", "", column.label)
 
 
-def _in_units(column: Column, found: Estimate) -> tuple[str, str | None]:
+def _in_units(column: RankedColumn, found: Estimate) -> tuple[str, str | None]:
     """A difference and its interval: in whole points of right answers, else in thousandths of a nat."""
     scale, digits = (100, 0) if column.hits else (1, 3)
     ends = [None if end is None else scale * end for end in (found.low, found.high)]

@@ -19,7 +19,7 @@ from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.data.texts import generated_text
 from kvtailor.bench.measure import machine
 from kvtailor.bench.resources import CellResources
-from kvtailor.bench.runner import Job, plan_run, run
+from kvtailor.bench.runner import TaskJob, plan_run, run
 from kvtailor.bench.schema import Record, read_records
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
@@ -28,7 +28,7 @@ from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tasks.settings import Metric
 from kvtailor.bench.tasks.speed import Speed
-from kvtailor.cluster.contract import ATTEMPTS, Call, Outcome, Resources, failed_often
+from kvtailor.cluster.contract import ATTEMPTS, Call, CallOutcome, Resources, failed_often
 from kvtailor.errors import KvtailorError
 
 PLANS = [FULL, contestant("one"), contestant("other")]
@@ -84,7 +84,7 @@ class Shuffled(InProcess):
         self._calls.append((call, 0))
         self.resources.append(call.resources)
 
-    def take(self) -> Outcome:
+    def take(self) -> CallOutcome:
         while True:
             self._calls.rotate(self._random.randrange(len(self._calls)))
             call, deaths = self._calls.popleft()
@@ -95,7 +95,7 @@ class Shuffled(InProcess):
                 # It may have done all of its work by then.
                 call.function(*call.arguments)
                 if deaths + 1 == ATTEMPTS:
-                    return Outcome(call=call, failure=failed_often(["its worker process died"] * ATTEMPTS))
+                    return CallOutcome(call=call, failure=failed_often(["its worker process died"] * ATTEMPTS))
                 self._calls.append((call, deaths + 1))
                 continue
             super().submit(call)
@@ -276,8 +276,8 @@ def test_a_task_that_cannot_be_done_ends_a_run_and_not_a_suite() -> None:
 
     with pytest.raises(KvtailorError, match="no more samples"):
         go([Undone()], InProcess())
-    job = Job(kind="perplexity", task=Undone(), contestants=tuple(PLANS), asked="perplexity()")
-    other = Job(kind="perplexity", task=Numbered(), contestants=tuple(PLANS), asked="perplexity(state=1)")
+    job = TaskJob(kind="perplexity", task=Undone(), contestants=tuple(PLANS), asked="perplexity()")
+    other = TaskJob(kind="perplexity", task=Numbered(), contestants=tuple(PLANS), asked="perplexity(state=1)")
     alone = go([job, other], plans=())
     found = go([job, other], InProcess(), plans=())
     assert results(found) == results(alone)
@@ -339,7 +339,7 @@ def test_another_model_or_other_packages_are_refused(monkeypatch: pytest.MonkeyP
         run(replace(model(), elsewhere=None), PLANS, [Numbered()], bandwidth=False, executor=InProcess())
 
     class Elsewhere(InProcess):
-        def on_each_machine(self, function: Any, *arguments: Any, gpus: float = 0.0) -> list[Outcome]:
+        def on_each_machine(self, function: Any, *arguments: Any, gpus: float = 0.0) -> list[CallOutcome]:
             [here] = super().on_each_machine(function, *arguments)
             return [here, replace(here, machine="b", value={**here.value, "torch": "1"})]
 

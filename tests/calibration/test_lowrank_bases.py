@@ -13,7 +13,7 @@ import kvtailor
 from kvtailor.calibration.lowrank import squared_gradients
 from kvtailor.calibration.passages import cut
 from kvtailor.hf.model.modules import attention_modules
-from kvtailor.ops.codes.subspace import Moments
+from kvtailor.ops.codes.subspace import StateMoments
 
 TEXT = "A quick brown fox jumps over the lazy dog, and then over another one; the dogs sleep on. " * 12
 
@@ -51,7 +51,7 @@ def test_moments_are_those_of_the_projections(tmp_path) -> None:
             exact = torch.cov(states.mT, correction=0)
             scale = exact.diagonal().sqrt()
             assert torch.allclose(parts["mean"].double().flatten(), states.mean(0), atol=2e-3, rtol=2e-3)
-            assert ((Moments(**parts).covariance() - exact).abs() <= 6e-3 * scale[:, None] * scale).all()
+            assert ((StateMoments(**parts).covariance() - exact).abs() <= 6e-3 * scale[:, None] * scale).all()
     turned = made.tensors["keys_deviation"].double().square() + made.tensors["keys_mean"].double().square()
     back = made.tensors["unrotated_deviation"].double().square() + made.tensors["unrotated_mean"].double().square()
     assert torch.allclose(turned.sum(-1), back.sum(-1), rtol=1e-2), "a rotation keeps the energy of a head"

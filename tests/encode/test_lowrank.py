@@ -16,7 +16,7 @@ from kvtailor.encode.subspace.orthogonal import Orthogonal
 from kvtailor.encode.unrotated import Unrotated
 from kvtailor.encode.vector import Vector
 from kvtailor.errors import PlanError
-from kvtailor.ops.codes.subspace import Moments
+from kvtailor.ops.codes.subspace import StateMoments
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.plan import Plan
 from kvtailor.types import Layout, Rotation
@@ -52,7 +52,7 @@ def test_is_project_then_reconstruct(heads: int, centred: bool, rank: float) -> 
     for name, given, got in (("keys", keys, found[0]), ("values", values, found[1])):
         parts = {part: facts.calibration[f"{name}_{part}"][1] for part in ("mean", "deviation", "correlation")}
         mean = parts["mean"].double().flatten()
-        second = Moments(**parts).covariance() + mean[:, None] * mean
+        second = StateMoments(**parts).covariance() + mean[:, None] * mean
         wide = side_by_side(given, 4).double()
         for start in range(0, 32, width):
             own = slice(start, start + width)

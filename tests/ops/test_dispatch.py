@@ -126,10 +126,10 @@ def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.Monkey
 
 @needs_triton
 def test_codes_are_made_by_triton_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtailor.ops.triton_launch import Call
+    from kvtailor.ops.triton_launch import Launch
 
-    states, launched, launch = torch.randn(2, 9, 16).to(DEVICE), [], Call.__call__
-    monkeypatch.setattr(Call, "__call__", lambda call: (launched.append(call), launch(call)))
+    states, launched, launch = torch.randn(2, 9, 16).to(DEVICE), [], Launch.__call__
+    monkeypatch.setattr(Launch, "__call__", lambda call: (launched.append(call), launch(call)))
     apart = states.transpose(1, 2).contiguous().transpose(1, 2)
     with using("triton"):
         packed = quantiser(states)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtailor.ops.codes.subspace import Basis, Moments, principal, random_directions, rank_of, split_ranks
+from kvtailor.ops.codes.subspace import Basis, StateMoments, principal, random_directions, rank_of, split_ranks
 from kvtailor.ops.lanes.joined import apart, group_layout, hold_the_same, members, together
 from kvtailor.types import Layout
 
 
-def measured(states: Tensor, heads: int) -> Moments:
+def measured(states: Tensor, heads: int) -> StateMoments:
     """Moments of states (n, h * c)."""
-    return Moments.of(states.mT @ states, states.sum(0).view(heads, -1), states.shape[0])
+    return StateMoments.of(states.mT @ states, states.sum(0).view(heads, -1), states.shape[0])
 
 
 def skewed(tokens: int, width: int, seed: int) -> Tensor:

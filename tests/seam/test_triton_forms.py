@@ -55,18 +55,18 @@ CASES = [
 def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each kernel was launched, and how often over pages and for the mass of a prompt."""
     from kvtailor.ops.attention.triton.kernels.mass import mass_kernel
-    from kvtailor.ops.triton_launch import Call
+    from kvtailor.ops.triton_launch import Launch
 
     count: Counter[str] = Counter()
-    launch = Call.__call__
+    launch = Launch.__call__
 
-    def counted(call: Call) -> None:
+    def counted(call: Launch) -> None:
         count[call.kernel.fn.__name__] += 1
         count["prompt"] += bool(call.kernel is mass_kernel and call.arguments["CAUSAL"])
         count["pages"] += call.arguments.get("PAGES") is not None
         launch(call)
 
-    monkeypatch.setattr(Call, "__call__", counted)
+    monkeypatch.setattr(Launch, "__call__", counted)
     return count
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvtailor.cluster.contract import ATTEMPTS, Call, Executor, Outcome, Resources, Shared, failed_often
+from kvtailor.cluster.contract import ATTEMPTS, Call, CallOutcome, Executor, Resources, Shared, failed_often
 from kvtailor.errors import ArgumentError
 
 __all__ = ["InProcess"]
@@ -48,7 +48,7 @@ class InProcess(Executor):
     def submit(self, call: Call) -> None:
         self._waiting.append(call)
 
-    def take(self) -> Outcome:
+    def take(self) -> CallOutcome:
         if not self._waiting:
             raise ArgumentError("asked for an outcome, but no call is pending: submit one first")
         call = self._waiting.popleft()
@@ -56,14 +56,14 @@ class InProcess(Executor):
         while len(reasons) < ATTEMPTS:
             try:
                 value = call.function(*call.arguments)
-                return Outcome(call=call, value=value, machine=platform.node(), attempts=len(reasons) + 1)
+                return CallOutcome(call=call, value=value, machine=platform.node(), attempts=len(reasons) + 1)
             except Exception as error:
                 reasons.append(f"{type(error).__name__}: {error}")
-        return Outcome(call=call, failure=failed_often(reasons), machine=platform.node(), attempts=len(reasons))
+        return CallOutcome(call=call, failure=failed_often(reasons), machine=platform.node(), attempts=len(reasons))
 
-    def on_each_machine(self, function: Callable[..., Any], *arguments: Any, gpus: float = 0.0) -> list[Outcome]:
+    def on_each_machine(self, function: Callable[..., Any], *arguments: Any, gpus: float = 0.0) -> list[CallOutcome]:
         call = Call(function=function, arguments=arguments)
-        return [Outcome(call=call, value=function(*arguments), machine=platform.node())]
+        return [CallOutcome(call=call, value=function(*arguments), machine=platform.node())]
 
     def why_not(self, resources: Resources) -> str | None:
         return None

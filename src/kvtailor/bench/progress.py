@@ -28,7 +28,7 @@ from kvtailor.bench.schema import Record
 
 if TYPE_CHECKING:
     from kvtailor.bench.contestant import Contestant
-    from kvtailor.bench.runner import Job
+    from kvtailor.bench.runner import TaskJob
     from kvtailor.bench.tasks.contract import Task
 
 __all__ = ["Remaining", "Watch", "Work", "bar", "paced", "watch", "works_of"]
@@ -76,13 +76,13 @@ class Work:
         return Counter(self.kind(cell) for cell in range(done, self.cells - self.idle))
 
 
-def works_of(tasks: Sequence[Task | Job], contestants: Sequence[Contestant] = ()) -> list[Work]:
+def works_of(tasks: Sequence[Task | TaskJob], contestants: Sequence[Contestant] = ()) -> list[Work]:
     """Return the work of a run in its order; the arguments are those of `runner.plan_run`."""
-    from kvtailor.bench.runner import Job
+    from kvtailor.bench.runner import TaskJob
 
     found = []
     for each in tasks:
-        job = each if isinstance(each, Job) else Job(kind=each.name, task=each, contestants=tuple(contestants))
+        job = each if isinstance(each, TaskJob) else TaskJob(kind=each.name, task=each, contestants=tuple(contestants))
         sizes = KINDS[job.kind].sizes if job.kind in KINDS and job.task is not None else ()
         values = {name: getattr(job.task, name, None) for name in sizes}
         several = any(isinstance(value, list | tuple) and len(value) > 1 for value in values.values())
@@ -100,7 +100,7 @@ def works_of(tasks: Sequence[Task | Job], contestants: Sequence[Contestant] = ()
     return found
 
 
-def _kinds_of(job: Job) -> tuple[object, ...]:
+def _kinds_of(job: TaskJob) -> tuple[object, ...]:
     """The kinds of a sample's cells; of a task whose plans take turns they come all at once."""
     if job.task is None or job.task.exclusive:
         return ()

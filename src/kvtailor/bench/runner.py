@@ -31,7 +31,7 @@ from kvtailor.hf.model.cache_dtype import stored_dtype
 from kvtailor.ops.files import append_line
 from kvtailor.presets import FULL
 
-__all__ = ["Job", "contestants_of", "finished", "plan_run", "run"]
+__all__ = ["TaskJob", "contestants_of", "finished", "plan_run", "run"]
 
 _MUST_BE_EQUAL = (
     "python",
@@ -48,7 +48,7 @@ _MUST_BE_EQUAL = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TaskJob:
     """A task for some plans, with what becomes of it where it cannot be done.
 
     Attributes:
@@ -105,7 +105,7 @@ def contestants_of(plans: Sequence[str], *, may_be_missing: bool = False) -> lis
     return list(found.values())
 
 
-def plan_run(tasks: Sequence[Task | Job], contestants: Sequence[Contestant] = ()) -> tuple[int, int]:
+def plan_run(tasks: Sequence[Task | TaskJob], contestants: Sequence[Contestant] = ()) -> tuple[int, int]:
     """Return how many records a run gives, and how often `advance` is going to be called at most."""
     jobs = _jobs(tasks, contestants)
     return sum(job.cells for job in jobs), sum(job.units for job in jobs)
@@ -151,7 +151,7 @@ def finished(
 def run(
     subject: Subject,
     contestants: Sequence[Contestant],
-    tasks: Sequence[Task | Job],
+    tasks: Sequence[Task | TaskJob],
     *,
     out: Path | None = None,
     advance: Callable[[str], None] = lambda label: None,
@@ -218,7 +218,7 @@ def run(
     kept.begin_run(model_hash)
     subject, timed = replace(subject, kept=kept), replace(subject, kept=KeptPrompts(off=TIMED))
 
-    def blank(job: Job) -> Callable[[Contestant], Record]:
+    def blank(job: TaskJob) -> Callable[[Contestant], Record]:
         return lambda contestant: Record(
             run=name,
             started=started.isoformat(timespec="milliseconds"),
@@ -251,7 +251,7 @@ def run(
         finish(record)
         return record
 
-    def given_for(job: Job, steps: _Steps) -> Given:
+    def given_for(job: TaskJob, steps: _Steps) -> Given:
         there = [calibrated[each.hash] for each in job.there]
         alone = job.task is not None and job.task.exclusive
         return Given(subject=timed if alone else subject, contestants=there, blank=blank(job), advance=steps)
@@ -280,7 +280,7 @@ def _said(machine: Mapping[str, object], name: str) -> object:
     return machine.get(name, 1 if name == "processes" else None)
 
 
-def _check_processes(jobs: Sequence[Job], processes: int) -> None:
+def _check_processes(jobs: Sequence[TaskJob], processes: int) -> None:
     """Raise where several processes share the model and a task times them, weighs one, or starts others.
 
     Raises:
@@ -294,14 +294,14 @@ def _check_processes(jobs: Sequence[Job], processes: int) -> None:
         )
 
 
-def _jobs(tasks: Sequence[Task | Job], contestants: Sequence[Contestant]) -> list[Job]:
+def _jobs(tasks: Sequence[Task | TaskJob], contestants: Sequence[Contestant]) -> list[TaskJob]:
     return [
-        each if isinstance(each, Job) else Job(kind=each.name, task=each, contestants=tuple(contestants))
+        each if isinstance(each, TaskJob) else TaskJob(kind=each.name, task=each, contestants=tuple(contestants))
         for each in tasks
     ]
 
 
-def _records_of(job: Job, given: Given, steps: _Steps) -> Iterator[Record]:
+def _records_of(job: TaskJob, given: Given, steps: _Steps) -> Iterator[Record]:
     """The records of all plans of a job."""
     told: set[str] = set()
     why = job.why
@@ -319,7 +319,7 @@ def _records_of(job: Job, given: Given, steps: _Steps) -> Iterator[Record]:
     yield from _records_of_rest(job, given, steps, told, why)
 
 
-def _records_of_rest(job: Job, given: Given, steps: _Steps, told: Set[str], why: str | None) -> Iterator[Record]:
+def _records_of_rest(job: TaskJob, given: Given, steps: _Steps, told: Set[str], why: str | None) -> Iterator[Record]:
     """The records of plans of which a task that cannot be done gave none, and of those that are not there.
 
     A step that the job promised and had no use for is told as well.
@@ -349,7 +349,7 @@ class _Cluster:
 
 
 def _records_of_cluster(
-    work: Sequence[tuple[Job, _Steps, Given]], cluster: _Cluster
+    work: Sequence[tuple[TaskJob, _Steps, Given]], cluster: _Cluster
 ) -> Iterator[tuple[tuple[int, float, int], Record]]:
     """The records of all jobs as they come, each with its place: job, sample and plan, as a run alone has them."""
     machines = machines_of(cluster.executor, cluster.subject)
@@ -388,7 +388,7 @@ def _records_of_cluster(
 class _Steps:
     """Tells the steps of a job, and those that it promised and had no use for: a plan failed, or a text was short."""
 
-    def __init__(self, advance: Callable[[str], None], job: Job):
+    def __init__(self, advance: Callable[[str], None], job: TaskJob):
         self._advance, self._job, self._told = advance, job, 0
 
     def __call__(self, label: str) -> None:

@@ -34,7 +34,7 @@ from kvtailor.bench.remote_cell import (
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import AllAtOnce, PlanByPlan, Sample, Task
-from kvtailor.cluster.contract import Call, Executor, Outcome, Resources, Shared
+from kvtailor.cluster.contract import Call, CallOutcome, Executor, Resources, Shared
 from kvtailor.errors import KvtailorError
 
 __all__ = ["SpreadJob", "machines_of", "spread"]
@@ -203,7 +203,7 @@ class _Spread:
             self._open.remove((job, cells))
         return None
 
-    def _described(self, job: SpreadJob, outcome: Outcome) -> None:
+    def _described(self, job: SpreadJob, outcome: CallOutcome) -> None:
         """Take the samples of a job."""
         self._undescribed -= not job.task.exclusive
         answer: SamplesAnswer | None = outcome.value
@@ -294,7 +294,7 @@ class _Spread:
             Call(function=score_cell, arguments=(asked, job.task.exclusive), resources=job.resources, tag=cell)
         )
 
-    def _settle(self, outcome: Outcome) -> None:
+    def _settle(self, outcome: CallOutcome) -> None:
         """Take what became of a call: samples that were made, or a cell."""
         if isinstance(outcome.call.tag, SpreadJob):
             self._described(outcome.call.tag, outcome)

@@ -15,8 +15,8 @@ from kvtailor.calibration.contract import Calibrator, Job, Made
 from kvtailor.calibration.relevance import (
     KEEPS,
     RIVALS,
-    Example,
-    Text,
+    AskedText,
+    RelevanceExample,
     as_text,
     cut_passage,
     documents_of,
@@ -61,9 +61,9 @@ class ATSKV(Calibrator):
         # Every fourth passage is held out, and so is what is made of its sentences.
         held = job.passages[_EACH - 1 :: _EACH]
         rest = [each for index, each in enumerate(job.passages) if (index + 1) % _EACH]
-        learn: list[Example] = []
-        check: list[Example] = []
-        unseen: list[Text] = []
+        learn: list[RelevanceExample] = []
+        check: list[RelevanceExample] = []
+        unseen: list[AskedText] = []
         asked: list[str] = []
         for number, (passages, examples) in enumerate(((rest, learn), (held, check))):
             documents = documents_of(job.subject, passages, job.context, 2 * job.state + number)

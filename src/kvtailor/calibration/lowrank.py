@@ -23,7 +23,7 @@ from kvtailor.calibration.watching import LayerStates, watched
 from kvtailor.errors import KvtailorError, UnsupportedModel
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.modules import modules_by_layer, rotation_of
-from kvtailor.ops.codes.subspace import Moments, principal
+from kvtailor.ops.codes.subspace import StateMoments, principal
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.presets import FULL
 from kvtailor.types import Rotation
@@ -144,7 +144,7 @@ def _projection(module: torch.nn.Module, names: tuple[str, ...]) -> Tensor | Non
     return weight if isinstance(weight, Tensor) and weight.is_floating_point() else None
 
 
-def _half(moments: Moments) -> float:
+def _half(moments: StateMoments) -> float:
     """The share of the energy that half of the directions of all heads together keep, the mean taken off."""
     heads, channels = moments.mean.shape
     energies = principal(moments, heads, 1, centred=True, shared=False)[1].clamp(min=0)[0]
@@ -179,7 +179,7 @@ class Sums:
             self.second[at] = self.second[at] + second if at in self.second else second
             self.first[at] = self.first[at] + first if at in self.first else first
 
-    def moments(self, side: str) -> list[Moments]:
+    def moments(self, side: str) -> list[StateMoments]:
         """Of each layer."""
         layers = len(self.rotations)
-        return [Moments.of(self.second[i, side], self.first[i, side], self.tokens) for i in range(layers)]
+        return [StateMoments.of(self.second[i, side], self.first[i, side], self.tokens) for i in range(layers)]

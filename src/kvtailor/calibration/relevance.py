@@ -33,11 +33,11 @@ from kvtailor.score.atskv import ATSKV
 from kvtailor.types import Held
 
 __all__ = [
-    "Example",
+    "RelevanceExample",
     "HIDDEN",
     "KEEPS",
     "RIVALS",
-    "Text",
+    "AskedText",
     "as_text",
     "cut_passage",
     "documents_of",
@@ -59,7 +59,7 @@ _SHORTEST, _LONGEST = 20, 250
 
 
 @dataclass(frozen=True)
-class Text:
+class AskedText:
     """Tokens that end with something to predict.
 
     Attributes:
@@ -76,14 +76,14 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Example:
+class RelevanceExample:
     """One prompt in all compressed layers; n candidates, neither sinks nor the window.
 
     Attributes:
         features: (l, h, n, f) float16.
         mass: (l, h, n) float32 attention that each candidate gets, mean over the future's queries and the group.
         tokens: of the prompt.
-        source: see `Text`.
+        source: see `AskedText`.
     """
 
     features: Tensor
@@ -92,11 +92,11 @@ class Example:
     source: str
 
 
-def cut_passage(passage: Passage) -> Text:
+def cut_passage(passage: Passage) -> AskedText:
     """A passage with two cuts, in its middle and before its last `_FUTURE` tokens."""
     size = int(passage.ids.numel())
     future = max(1, min(_FUTURE, size // 4))
-    return Text(passage.ids, (size // 2, size - future), future, "text")
+    return AskedText(passage.ids, (size // 2, size - future), future, "text")
 
 
 def documents_of(subject: Subject, passages: Sequence[Passage], context: int, state: int) -> list[Document]:
@@ -132,14 +132,14 @@ def documents_of(subject: Subject, passages: Sequence[Passage], context: int, st
     return found
 
 
-def as_text(subject: Subject, document: Document) -> Text:
+def as_text(subject: Subject, document: Document) -> AskedText:
     """A document with one cut, before its answer."""
     context, question, answer = code_document(subject, document)
     prompt = torch.cat([context, question])
-    return Text(torch.cat([prompt, answer]), (int(prompt.numel()),), int(answer.numel()), "questions")
+    return AskedText(torch.cat([prompt, answer]), (int(prompt.numel()),), int(answer.numel()), "questions")
 
 
-def examples_of(subject: Subject, text: Text, scorer: ATSKV) -> Iterator[Example]:
+def examples_of(subject: Subject, text: AskedText, scorer: ATSKV) -> Iterator[RelevanceExample]:
     """One example for each cut, from a single forward.
 
     Args:
@@ -159,7 +159,7 @@ def examples_of(subject: Subject, text: Text, scorer: ATSKV) -> Iterator[Example
     for cut, layers in found.items():
         features, mass = (torch.stack(each) for each in zip(*layers, strict=True))
         if features.shape[2]:
-            yield Example(features, mass, cut, text.source)
+            yield RelevanceExample(features, mass, cut, text.source)
 
 
 def held_before(states: LayerStates, cut: int, window: int) -> Held:
@@ -206,7 +206,7 @@ _TINY = 1e-12
 
 
 def train(
-    examples: Sequence[Example], *, steps: int, state: int, advance: Callable[[], None] = lambda: None
+    examples: Sequence[RelevanceExample], *, steps: int, state: int, advance: Callable[[], None] = lambda: None
 ) -> dict[str, Tensor]:
     """Networks that predict each token's share of the future attention, as `score/atskv.py` reads them.
 
@@ -267,25 +267,25 @@ def train(
     return made
 
 
-def logits_of(networks: dict[str, Tensor], example: Example) -> Tensor:
+def logits_of(networks: dict[str, Tensor], example: RelevanceExample) -> Tensor:
     """(l, h, n) float32 before the sigmoid."""
     hidden = example.features.float() @ networks["hidden"] + networks["hidden_bias"][:, :, None]
     return (hidden.relu() @ networks["out"][..., None])[..., 0] + networks["out_bias"][..., None]
 
 
-def loss_of(networks: dict[str, Tensor], example: Example) -> Tensor:
+def loss_of(networks: dict[str, Tensor], example: RelevanceExample) -> Tensor:
     """Cross-entropy of the candidates' shares, mean over layers and heads."""
     shares = example.mass / example.mass.sum(-1, keepdim=True).clamp_min(_TINY)
     return -(shares * logits_of(networks, example).log_softmax(-1)).sum(-1).mean()
 
 
-def _moments(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
+def _moments(examples: Sequence[RelevanceExample]) -> tuple[Tensor, Tensor]:
     """(l, h, f) mean and standard deviation of the features."""
     together = torch.cat([example.features for example in examples], 2).float()
     return together.mean(2), together.std(2).clamp_min(1e-3)
 
 
-def _offset(networks: dict[str, Tensor], examples: Sequence[Example]) -> Tensor:
+def _offset(networks: dict[str, Tensor], examples: Sequence[RelevanceExample]) -> Tensor:
     """(l, h) what makes the exponential of the logits sum to the attention beside an even share, over all examples."""
     given = torch.stack([(example.mass * example.tokens).mean(-1) for example in examples]).mean(0)
     said = torch.stack([logits_of(networks, example).exp().mean(-1) for example in examples]).mean(0)
@@ -300,7 +300,7 @@ is no more than a wider average.
 _OWN = "atskv"
 
 
-def of_attention(networks: dict[str, Tensor], examples: Sequence[Example], *, always: int) -> dict[str, Any]:
+def of_attention(networks: dict[str, Tensor], examples: Sequence[RelevanceExample], *, always: int) -> dict[str, Any]:
     """Loss of the networks, and rank correlation and kept future attention of the method's scores on held-out examples.
 
     Args:
@@ -334,7 +334,7 @@ def of_attention(networks: dict[str, Tensor], examples: Sequence[Example], *, al
 
 
 def of_models(
-    subject: Subject, file: str, texts: Sequence[Text], *, advance: Callable[[str], None] = lambda what: None
+    subject: Subject, file: str, texts: Sequence[AskedText], *, advance: Callable[[str], None] = lambda what: None
 ) -> dict[str, Any]:
     """Nats of a token after a compressed prompt, for the last cut of each text, by source and budget.
 
@@ -361,7 +361,7 @@ def of_models(
     return found
 
 
-def kept_mass(scores: Tensor, example: Example, keep: float, always: int) -> Tensor:
+def kept_mass(scores: Tensor, example: RelevanceExample, keep: float, always: int) -> Tensor:
     """(l, h) share of the candidates' future attention on those that a budget keeps by score.
 
     Args:
@@ -417,7 +417,7 @@ def _word(gains: Sequence[Sequence[float]], wanted: int) -> str:
     return "yes" if len(gains) == wanted and all(low > 0 for low, _ in gains) else "not told apart"
 
 
-def _scores(networks: dict[str, Tensor], example: Example) -> dict[str, Tensor]:
+def _scores(networks: dict[str, Tensor], example: RelevanceExample) -> dict[str, Tensor]:
     relevance = ATSKV().smoothed(logits_of(networks, example).sigmoid())
     features = {name: example.features[..., index].float() for name, index in RIVALS.items()}
     return {_OWN: relevance, **features}
@@ -437,7 +437,7 @@ def _against(ours: Tensor, theirs: Tensor) -> dict[str, Any]:
     }
 
 
-def _nats(subject: Subject, contestant: Contestant, text: Text) -> float:
+def _nats(subject: Subject, contestant: Contestant, text: AskedText) -> float:
     cut = text.cuts[-1]
     scores, _ = score_window(subject, contestant, text.ids[:cut], text.ids[cut : cut + text.future])
     return -float(scores.mean())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvtailor.bench.contestant import Contestant
     from kvtailor.bench.subject import Subject
 
-__all__ = ["Generated", "command", "generate"]
+__all__ = ["MeasuredRun", "command", "generate"]
 
 _WEIGHED = ("tokens_seen", "tokens_held", "tokens_read", "bytes_held", "bytes_full")
 
@@ -65,7 +65,7 @@ class Streamer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generated:
+class MeasuredRun:
     """What one generation gave and took. None: not known.
 
     Attributes:
@@ -114,7 +114,7 @@ def generate(
     seed: int | None = None,
     chunk: int | None = None,
     cold: bool = True,
-) -> Generated:
+) -> MeasuredRun:
     """Generates after a prompt (n,) of token ids, through the model's own `generate`.
 
     Args:
@@ -126,7 +126,7 @@ def generate(
         temperature: 0: the likeliest token; above: sampled.
         seed: random state of the sampling; None: a new one.
         chunk: read so many tokens of the prompt at a time; None: all at once.
-        cold: see `Generated.started_cold`.
+        cold: see `MeasuredRun.started_cold`.
     """
     import torch
 
@@ -164,7 +164,7 @@ def generate(
             **how,
         )
     weight, times = weigh(cache), streamer.times
-    return Generated(
+    return MeasuredRun(
         model=subject.name,
         plan=contestant.text or contestant.label,
         text=streamer.shown,
@@ -375,7 +375,7 @@ def _check_beyond(subject: Subject) -> None:
             )
 
 
-def _say(found: Generated, console: Any) -> None:
+def _say(found: MeasuredRun, console: Any) -> None:
     from kvtailor.bench.report.terminal import byte_text
 
     lines = []

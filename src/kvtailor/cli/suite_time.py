@@ -12,7 +12,7 @@ from kvtailor.cli.words.lines import say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvtailor.bench.suite.estimate import Estimate
+    from kvtailor.bench.suite.estimate import SuiteEstimate
     from kvtailor.bench.suite.run import Prepared
 
 __all__ = ["MEASURED", "say_estimate", "say_time_of"]
@@ -74,7 +74,7 @@ def say_time_of(prepared: Prepared, console: Console) -> None:
     if not hasattr(subject.model, "named_modules"):
         return
     try:
-        found: Estimate = estimate(prepared, measured_rates(subject.device, subject.dtype))
+        found: SuiteEstimate = estimate(prepared, measured_rates(subject.device, subject.dtype))
     except KvtailorError:
         return
     device = "processor" if subject.device.type == "cpu" else subject.device.type

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["ATTEMPTS", "Call", "Executor", "Outcome", "Resources", "Shared", "failed_often"]
+__all__ = ["ATTEMPTS", "Call", "Executor", "CallOutcome", "Resources", "Shared", "failed_often"]
 
 ATTEMPTS = 2
 """How often a call is tried: a worker that was killed by chance is no fault of the call; the second time it may be."""
@@ -66,7 +66,7 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class CallOutcome:
     """What became of a call.
 
     Attributes:
@@ -122,7 +122,7 @@ class Executor(ABC):
         """Begin a call as soon as its resources are free."""
 
     @abstractmethod
-    def take(self) -> Outcome:
+    def take(self) -> CallOutcome:
         """Return the next outcome, and wait for it.
 
         A call that failed is begun once more (`ATTEMPTS`), and only then is it an outcome with a failure.
@@ -132,7 +132,7 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def on_each_machine(self, function: Callable[..., Any], *arguments: Any, gpus: float = 0.0) -> list[Outcome]:
+    def on_each_machine(self, function: Callable[..., Any], *arguments: Any, gpus: float = 0.0) -> list[CallOutcome]:
         """Return the outcomes of one call on each machine that takes calls now, beside whatever runs there.
 
         Args:

@@ -29,8 +29,8 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvtailor.cluster.contract import ATTEMPTS, Call, Executor, Outcome, Resources, Shared, failed_often
-from kvtailor.cluster.ray_worker import Answer, InObjectStore, answer
+from kvtailor.cluster.contract import ATTEMPTS, Call, CallOutcome, Executor, Resources, Shared, failed_often
+from kvtailor.cluster.ray_worker import InObjectStore, WorkerReply, answer
 from kvtailor.errors import ArgumentError
 
 __all__ = ["EXCLUSIVE", "OnRay"]
@@ -86,7 +86,7 @@ class OnRay(Executor):
         self._begun: dict[int, _Begun] = {}
         self._waiting: deque[int] = deque()
         self._kept_for: dict[str, int] = {}
-        self._ended: SimpleQueue[tuple[int, Future[Answer]]] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[int, Future[WorkerReply]]] = SimpleQueue()
         self._look_again, self._nodes = 0.0, list[_Node]()
         self._unfit_since: dict[Resources, float] = {}
 
@@ -107,7 +107,7 @@ class OnRay(Executor):
         self._begun[number] = _Begun(call=call)
         self._begin(number)
 
-    def take(self) -> Outcome:
+    def take(self) -> CallOutcome:
         if not self._begun:
             raise ArgumentError("asked for an outcome, but no call is pending: submit one first")
         while True:
@@ -125,7 +125,7 @@ class OnRay(Executor):
             if outcome is not None:
                 return outcome
 
-    def on_each_machine(self, function: Callable[..., Any], *arguments: Any, gpus: float = 0.0) -> list[Outcome]:
+    def on_each_machine(self, function: Callable[..., Any], *arguments: Any, gpus: float = 0.0) -> list[CallOutcome]:
         call = Call(function=function, arguments=arguments)
         machines = [node for node in self._machines(fresh=True) if node.gpus >= gpus]
         asked = []
@@ -135,13 +135,13 @@ class OnRay(Executor):
         found = []
         for node, reference in asked:
             try:
-                told: Answer = ray.get(reference, timeout=self._patience)
-                found.append(Outcome(call=call, value=told.value, failure=told.failure, machine=told.machine))
+                told: WorkerReply = ray.get(reference, timeout=self._patience)
+                found.append(CallOutcome(call=call, value=told.value, failure=told.failure, machine=told.machine))
             except (NodeDiedError, TaskUnschedulableError):
                 # It left the cluster meanwhile.
                 continue
             except RayError as error:
-                found.append(Outcome(call=call, failure=_reason(error), machine=f"{node.host}/{node.id[:8]}"))
+                found.append(CallOutcome(call=call, failure=_reason(error), machine=f"{node.host}/{node.id[:8]}"))
         return found
 
     def why_not(self, resources: Resources) -> str | None:
@@ -212,7 +212,7 @@ class OnRay(Executor):
         # A callback instead of `ray.wait`, whose cost grows with the calls that are out.
         begun.reference.future().add_done_callback(lambda future: ended.put((number, future)))
 
-    def _settled(self, number: int, future: Future[Answer]) -> Outcome | None:
+    def _settled(self, number: int, future: Future[WorkerReply]) -> CallOutcome | None:
         """What became of a call; None where it is begun again, or was given up before."""
         begun = self._begun.get(number)
         if begun is None:
@@ -236,18 +236,18 @@ class OnRay(Executor):
         machine = None if told is None else told.machine
         if told is not None and told.failure is None:
             del self._begun[number]
-            return Outcome(call=begun.call, value=told.value, machine=machine, attempts=len(begun.reasons) + 1)
+            return CallOutcome(call=begun.call, value=told.value, machine=machine, attempts=len(begun.reasons) + 1)
         where = f" (on {machine})" if machine is not None else ""
         begun.reasons.append(f"{told.failure if told is not None else _reason(error)}{where}")
         if len(begun.reasons) < ATTEMPTS:
             self._begin(number)
             return None
         del self._begun[number]
-        return Outcome(
+        return CallOutcome(
             call=begun.call, failure=failed_often(begun.reasons), machine=machine, attempts=len(begun.reasons)
         )
 
-    def _hopeless(self) -> Outcome | None:
+    def _hopeless(self) -> CallOutcome | None:
         """A call that no machine could run for longer than patience allows, as one that failed."""
         now = time.monotonic()
         for asked in {begun.call.resources for begun in self._begun.values()}:
@@ -264,7 +264,7 @@ class OnRay(Executor):
                 elif begun.reference is not None:
                     ray.cancel(begun.reference, force=True)
                 why = f"For {self._patience:.0f} seconds no machine could run it: {self.why_not(asked)}."
-                return Outcome(call=begun.call, failure=why, attempts=len(begun.reasons))
+                return CallOutcome(call=begun.call, failure=why, attempts=len(begun.reasons))
         return None
 
     def _candidates(self, *, exclusive: bool) -> Sequence[_Node]:

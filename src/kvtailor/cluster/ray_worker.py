@@ -14,7 +14,7 @@ import ray
 
 from kvtailor.cluster.contract import Shared
 
-__all__ = ["Answer", "InObjectStore", "answer", "machine_name"]
+__all__ = ["WorkerReply", "InObjectStore", "answer", "machine_name"]
 
 _KEPT = 4
 _FETCHED: OrderedDict[str, Any] = OrderedDict()
@@ -23,7 +23,7 @@ _DEVICES: list[tuple[str, ...]] = []
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class WorkerReply:
     """What a worker sends back.
 
     Attributes:
@@ -63,7 +63,7 @@ class InObjectStore(Shared):
         return _FETCHED[self._name]
 
 
-def answer(function: Callable[..., Any], arguments: tuple[Any, ...], threads: int | None) -> Answer:
+def answer(function: Callable[..., Any], arguments: tuple[Any, ...], threads: int | None) -> WorkerReply:
     """Run a call in this process.
 
     Args:
@@ -79,15 +79,15 @@ def answer(function: Callable[..., Any], arguments: tuple[Any, ...], threads: in
             # Ray gives an idle process to whoever comes next, and its CUDA still has the first devices. The answer
             # goes out first.
             threading.Timer(0.2, os._exit, (0,)).start()
-            return Answer(machine=here, moved=True)
+            return WorkerReply(machine=here, moved=True)
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
     try:
-        return Answer(value=function(*arguments), machine=here)
+        return WorkerReply(value=function(*arguments), machine=here)
     except Exception as error:
-        return Answer(failure=f"{type(error).__name__}: {error}", machine=here)
+        return WorkerReply(failure=f"{type(error).__name__}: {error}", machine=here)
 
 
 def machine_name() -> str:

@@ -31,7 +31,7 @@ from kvtailor.errors import CacheMisuse
 from kvtailor.method import Serves
 from kvtailor.ops.codes.slerp import angle, far_places, slerp, split
 from kvtailor.ops.segments.coded import under
-from kvtailor.ops.segments.pair_sides import HalfSegment, Merged, Side, Unmerged, side_of
+from kvtailor.ops.segments.pair_sides import HalfSegment, MergedSide, PairSide, Unmerged, side_of
 from kvtailor.types import Layout, Segment
 
 __all__ = ["MiniCache", "MiniCacheSegment"]
@@ -274,7 +274,9 @@ class MiniCache(Around, Codec):
         """Channels that are merged."""
         return 0 if self.only == "values" else key_size, 0 if self.only == "keys" else value_size
 
-    def _merged(self, lower: Tensor, upper: Tensor, layout: Layout, *, merging: bool) -> tuple[Tensor, Sequence[Side]]:
+    def _merged(
+        self, lower: Tensor, upper: Tensor, layout: Layout, *, merging: bool
+    ) -> tuple[Tensor, Sequence[PairSide]]:
         """Directions (m, s, c) of states (m, s, c) of two layers, or (m, s, 0), and what each keeps beside them."""
         if not merging:
             return lower.new_empty((*lower.shape[:2], 0)), [Unmerged.of(lower), Unmerged.of(upper)]
@@ -283,7 +285,7 @@ class MiniCache(Around, Codec):
         between = angle(below, above)
         # One list of places for both layers, since the angle is between the two; each keeps its own vectors there.
         places = far_places(between, self.retained, layout)
-        own = [Merged.of(lower, below_magnitudes, places), Merged.of(upper, above_magnitudes, places)]
+        own = [MergedSide.of(lower, below_magnitudes, places), MergedSide.of(upper, above_magnitudes, places)]
         # Retained tokens get a direction too, which nothing reads: a codec needs lanes without holes.
         return slerp(below, above, self.t, between).to(lower.dtype), own
 

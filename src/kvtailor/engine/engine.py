@@ -23,7 +23,7 @@ from kvtailor.engine.evict import Eviction
 from kvtailor.engine.observe import observe, real_queries
 from kvtailor.engine.phase import Deferred, Phase, PhaseSwitch, Reconstructing
 from kvtailor.engine.reading import read_latents
-from kvtailor.engine.state import LayerState, Pending, Reading
+from kvtailor.engine.state import LayerState, Pending, ReaderQueries
 from kvtailor.errors import TierError
 from kvtailor.plan import Plan
 from kvtailor.types import Layout, Needs, PlainSegment, Visibility
@@ -130,7 +130,7 @@ class Engine:
         query: Tensor,
         visible: Visibility,
         attended: Attended,
-        others: Sequence[Reading] = (),
+        others: Sequence[ReaderQueries] = (),
     ) -> None:
         """Do what follows the attention of new tokens: observe them, evict, encode, store; or wait for a crop.
 
@@ -298,7 +298,7 @@ class Engine:
         check_attended(self.plan.attend, attended, query, parts, want_mass=want_mass)
         return attended
 
-    def _again(self, state: LayerState, reading: Reading, rejected: int) -> Reading:
+    def _again(self, state: LayerState, reading: ReaderQueries, rejected: int) -> ReaderQueries:
         """Return what another module read of the tokens that stay, with its mass where that is needed."""
         query = reading.query[:, :, : reading.query.shape[2] - rejected]
         visible = reading.visible.without_last(rejected)
@@ -382,7 +382,7 @@ class Engine:
         mass: Sequence[Tensor] | None,
         *,
         decoded: bool,
-        others: Sequence[Reading] = (),
+        others: Sequence[ReaderQueries] = (),
     ) -> None:
         """Gather the evidence of new tokens and let the plan act on them, as decoded ones or as a prompt or turn."""
         if mass is not None and others:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvtailor.engine.engine import Engine
 from kvtailor.engine.phase import Recording, Speculating
-from kvtailor.engine.state import Draft, LayerState, Pending
+from kvtailor.engine.state import DraftTokens, LayerState, Pending
 from kvtailor.errors import CacheMisuse
 from kvtailor.types import Visibility
 
@@ -138,7 +138,7 @@ def attend_draft(
     most = _tokens_at_once(engine, state)
     acts = most is not None and most < query.shape[2]
     # Copies: keys may be a view of the model's whole projection, and these wait for a crop.
-    draft = Draft(keys=keys.clone(), values=values.clone(), query=query.detach().clone(), visible=visible)
+    draft = DraftTokens(keys=keys.clone(), values=values.clone(), query=query.detach().clone(), visible=visible)
     state.draft = replace(draft, before=state.checkpoint() if acts else None)
     output = _read_draft(engine, state, draft)
     engine.leave(state)
@@ -197,7 +197,7 @@ def _tokens_at_once(engine: Engine, state: LayerState) -> int | None:
     return state.tokens_until_action(engine.plan) if engine.plan.attend.reads_alike else 1
 
 
-def _read_draft(engine: Engine, state: LayerState, draft: Draft) -> Tensor:
+def _read_draft(engine: Engine, state: LayerState, draft: DraftTokens) -> Tensor:
     """Attention (b, q, t, dv) of a draft, in pieces after each of which the plan acts; the last piece waits."""
     outputs, first = [], 0
     while first < draft.tokens:

@@ -1,7 +1,7 @@
 """One compressed layer: what it holds, what was observed of it, when the plan acts on it, what the model gave it.
 
 `Stored`, `Observed`, `Clock` and `ModelPart` are the parts of its state; each gives its fields and tensors for a saved
-cache. `Pending` and `Draft` are tokens of recorded forwards that a crop may yet take back. `encode_parts` and
+cache. `Pending` and `DraftTokens` are tokens of recorded forwards that a crop may yet take back. `encode_parts` and
 `join_parts` are for layers whose tokens are encoded together. `LayerState` has all of it.
 """
 
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "Clock",
-    "Draft",
+    "DraftTokens",
     "LayerState",
     "ModelPart",
     "Observed",
     "Pending",
-    "Reading",
+    "ReaderQueries",
     "Stored",
     "check_rows_and_heads",
     "encode_parts",
@@ -297,7 +297,7 @@ def whole_number(fields: Mapping[str, Any], name: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReaderQueries:
     """Queries of an attention module that reads what a layer holds, with the layer's own factor before the softmax.
 
     Attributes:
@@ -310,7 +310,7 @@ class Reading:
     visible: Visibility
     mass: list[Tensor] | None = None
 
-    def and_next(self, other: Reading) -> Reading:
+    def and_next(self, other: ReaderQueries) -> ReaderQueries:
         """Return the same and that of the next forward, as if all queries had come at once."""
         visible = other.visible.with_earlier(self.query.shape[2])
         return replace(other, query=torch.cat([self.query, other.query], 2), visible=visible)
@@ -332,14 +332,14 @@ class Pending:
     visible: Visibility
     carry: Mapping[str, Tensor]
     decoded: bool = False
-    others: tuple[Reading, ...] = ()
+    others: tuple[ReaderQueries, ...] = ()
 
     @property
     def tokens(self) -> int:
         """How many tokens may be taken back."""
         return self.query.shape[2]
 
-    def followed_by(self, query: Tensor, visible: Visibility, others: Sequence[Reading] = ()) -> Pending:
+    def followed_by(self, query: Tensor, visible: Visibility, others: Sequence[ReaderQueries] = ()) -> Pending:
         """Return the same and the next forward, with queries (b, q, t, d), as if all had come at once."""
         joined = visible.with_earlier(self.tokens)
         both = tuple(old.and_next(new) for old, new in zip(self.others, others, strict=True))
@@ -357,7 +357,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draft:
+class DraftTokens:
     """Tokens of a recorded forward that are decoded ones if they stay.
 
     Attributes:
@@ -378,10 +378,10 @@ class Draft:
         """t."""
         return self.query.shape[2]
 
-    def piece(self, first: int, count: int) -> Draft:
+    def piece(self, first: int, count: int) -> DraftTokens:
         """Return `count` of them from `first` on, without `before`."""
         last = self.tokens - first - count
-        return Draft(
+        return DraftTokens(
             keys=self.keys[:, :, first : first + count],
             values=self.values[:, :, first : first + count],
             query=self.query[:, :, first : first + count],
@@ -489,7 +489,7 @@ class LayerState:
         """Forget everything but what belongs to the model."""
         self.stored, self.observed, self.clock = Stored(), Observed(), Clock()
         self.pending: Pending | None = None
-        self.draft: Draft | None = None
+        self.draft: DraftTokens | None = None
         self.without_fast_path: list[weakref.ref[Segment]] = []
 
     @property
@@ -630,7 +630,7 @@ class LayerState:
         self.pending = checkpoint.pending
         self.put_away()
 
-    def end_draft(self) -> Draft | None:
+    def end_draft(self) -> DraftTokens | None:
         """Forget the draft that waited, and return it."""
         draft, self.draft = self.draft, None
         if draft is not None and draft.before is not None and self.offload is not None:

@@ -31,7 +31,7 @@ from kvtailor.hf.progress import (
     START_OVER,
     TWO_THREADS,
     Alone,
-    Progress,
+    ForwardProgress,
     Same,
     beyond_positions,
     bits_of_a_forward,
@@ -115,7 +115,7 @@ class CacheGuard:
         self._alone = Alone()
         self._undo: dict[int, Callable[[], object]] = {}
         # Replaced as a whole, never changed: an interrupt leaves either the old or the new.
-        self._now: Progress | None = None
+        self._now: ForwardProgress | None = None
         self._last_states = -1
 
     def states_change(self, layer: int, *, recurrent: bool = False, asked: str | None = None) -> None:
@@ -146,7 +146,7 @@ class CacheGuard:
                 begins = True
                 self.engine.switch.check_free("a forward")
                 self._undo = {}
-                now = Progress(me, "done", layer, 0)
+                now = ForwardProgress(me, "done", layer, 0)
             self._check_thread(now, me)
             self._check_attended(now)
             again = bool(now.layers & bit)
@@ -192,7 +192,7 @@ class CacheGuard:
             if now is None:
                 self.engine.switch.check_free("a forward")
                 self._undo, self._last_states = {}, -1
-                self._now = Progress(me, "updated", layer, 1 << layer)
+                self._now = ForwardProgress(me, "updated", layer, 1 << layer)
             else:
                 self._check_thread(now, me)
                 self._check_attended(now)
@@ -261,7 +261,7 @@ class CacheGuard:
                 self._check_attended(self._now)
                 self._alone.refuse(self._unfinished(self._now))
             self.engine.switch.check_free(what)
-            self._now = Progress(me, "changing", -1, 0, what)
+            self._now = ForwardProgress(me, "changing", -1, 0, what)
         yield
         with self._alone:
             self._now = None
@@ -375,11 +375,11 @@ class CacheGuard:
     def _out_of_order(self, layer: int) -> NoReturn:
         raise CacheMisuse(f"the attention of layer {layer} used its cache twice, or without an update")
 
-    def _check_thread(self, now: Progress, me: int) -> None:
+    def _check_thread(self, now: ForwardProgress, me: int) -> None:
         if now.thread != me:
             self._alone.refuse(TWO_THREADS)
 
-    def _check_attended(self, now: Progress) -> None:
+    def _check_attended(self, now: ForwardProgress) -> None:
         if now.reached == "updated":
             self._forget_forward(now.layer)
             raise CacheMisuse(
@@ -401,7 +401,7 @@ class CacheGuard:
         self.rope.forward_never_was()
         self._undo, self._now = {}, None
 
-    def _unfinished(self, now: Progress) -> str:
+    def _unfinished(self, now: ForwardProgress) -> str:
         where = "" if now.layer < 0 else f" at layer {now.layer} of {self.layers}"
         return (
             f"{now.what} on this cache ended{where} before its end (an error or an interrupt), so what it holds is not "

@@ -17,7 +17,7 @@ __all__ = [
     "START_OVER",
     "TWO_THREADS",
     "Alone",
-    "Progress",
+    "ForwardProgress",
     "Same",
     "beyond_positions",
     "bits_of_a_forward",
@@ -41,7 +41,7 @@ class Same:
         return self
 
 
-class Progress(NamedTuple):
+class ForwardProgress(NamedTuple):
     """How far a forward, or another change of the cache, has come.
 
     Attributes:
@@ -66,9 +66,9 @@ class Progress(NamedTuple):
     recurrent: bool = False
     asked: frozenset[str] = frozenset()
 
-    def reaches(self, reached: str, layer: int, bits: int = 0) -> Progress:
+    def reaches(self, reached: str, layer: int, bits: int = 0) -> ForwardProgress:
         """The same forward at another layer or further on in this one, with these bits of layers more."""
-        return Progress(self[0], reached, layer, self[3] | bits, *self[4:])
+        return ForwardProgress(self[0], reached, layer, self[3] | bits, *self[4:])
 
 
 class Alone:
@@ -105,7 +105,7 @@ class Alone:
 
 
 def bits_of_a_forward(geometry: Geometry) -> int:
-    """The bits of `Progress.layers` once a forward has come to its end."""
+    """The bits of `ForwardProgress.layers` once a forward has come to its end."""
     reading = {layer for layers in geometry.readers.values() for layer in layers}
     bits = 0
     for index, shape in enumerate(geometry.shapes):

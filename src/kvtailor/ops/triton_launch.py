@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["interpreting", "missing", "unfit", "LOG2E", "Call"]
+__all__ = ["interpreting", "missing", "unfit", "LOG2E", "Launch"]
 
 
 def missing() -> str | None:
@@ -50,7 +50,7 @@ LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class Launch:
     """A kernel, its grid, its arguments by name, and how it is compiled.
 
     Attributes:

@@ -11,11 +11,11 @@ from kvtailor.ops.cpu.library import library, why_none
 from kvtailor.ops.dispatch import MOST_QUERIES, TRITON_OPERATIONS, forced, on_triton
 from kvtailor.ops.triton_launch import missing
 
-__all__ = ["Choice", "explained"]
+__all__ = ["RunningForm", "explained"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class RunningForm:
     """What runs for one operation.
 
     Attributes:
@@ -29,14 +29,14 @@ class Choice:
     why: str
 
 
-def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
+def explained(device: torch.device, dtype: torch.dtype) -> list[RunningForm]:
     """What runs on a device for a cache of this dtype, operation by operation."""
     asked = forced()
     few = f"attention of up to {MOST_QUERIES} new tokens"
     many = "attention of a prompt"
     if asked == "reference":
-        return [Choice(operation=few, implementation="torch, decoded parts", why="the reference is forced")]
-    prompt = Choice(operation=many, implementation="torch's fused attention", why="its tiles are filled")
+        return [RunningForm(operation=few, implementation="torch, decoded parts", why="the reference is forced")]
+    prompt = RunningForm(operation=many, implementation="torch's fused attention", why="its tiles are filled")
     if ours := [each for each in TRITON_OPERATIONS if on_triton(device, each)]:
         return _of_triton(ours, few, prompt, interpreted=device.type != "cuda")
     if device.type == "cuda":
@@ -44,22 +44,25 @@ def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
             missing()
             or "Triton's kernels are there, but not timed on a GPU yet: KVTAILOR_IMPLEMENTATION=triton selects them"
         )
-        return [Choice(operation=few, implementation="torch, decoded parts", why=why), prompt]
+        return [RunningForm(operation=few, implementation="torch, decoded parts", why=why), prompt]
     if device.type != "cpu":
         why = f"there are no kernels for {device.type}"
-        return [Choice(operation=few, implementation="torch, decoded parts", why=why), prompt]
+        return [RunningForm(operation=few, implementation="torch, decoded parts", why=why), prompt]
     built = library()
     if built is None:
-        return [Choice(operation=few, implementation="torch, heads and scales folded", why=why_none()), prompt]
+        return [RunningForm(operation=few, implementation="torch, heads and scales folded", why=why_none()), prompt]
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return [Choice(operation=few, implementation="torch, decoded parts", why=f"no kernel reads {dtype}"), prompt]
+        return [
+            RunningForm(operation=few, implementation="torch, decoded parts", why=f"no kernel reads {dtype}"),
+            prompt,
+        ]
     threads = "torch's threads" if built.parallel_for else "one thread: torch older than 2.10"
     return [
-        Choice(
+        RunningForm(
             operation=few, implementation=f"C++, {built.variant}", why=f"built, and runs on this machine; {threads}"
         ),
         prompt,
-        Choice(
+        RunningForm(
             operation="making codes of states",
             implementation=f"C++, {built.variant}",
             why="gives the bytes torch gives",
@@ -67,7 +70,7 @@ def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     ]
 
 
-def _of_triton(operations: Sequence[str], few: str, prompt: Choice, *, interpreted: bool) -> list[Choice]:
+def _of_triton(operations: Sequence[str], few: str, prompt: RunningForm, *, interpreted: bool) -> list[RunningForm]:
     """What runs where Triton's kernels do some operations; torch has the others."""
     why = "it was measured to be faster" if forced() == "auto" else "it was asked for"
     why += ", in its interpreter" if interpreted else ""
@@ -79,8 +82,8 @@ def _of_triton(operations: Sequence[str], few: str, prompt: Choice, *, interpret
         "prompt mass": ("attention mass of a prompt", "torch's fused attention, then Triton"),
         "codes": ("making codes of states", "Triton"),
     }
-    found = [Choice(operation=told[each][0], implementation=told[each][1], why=why) for each in operations]
+    found = [RunningForm(operation=told[each][0], implementation=told[each][1], why=why) for each in operations]
     if "attention" not in operations:
         not_won = "Triton's kernel was not measured to be faster"
-        found.insert(0, Choice(operation=few, implementation="torch, decoded parts", why=not_won))
+        found.insert(0, RunningForm(operation=few, implementation="torch, decoded parts", why=not_won))
     return [*found[:2], prompt, *found[2:]]

@@ -8,7 +8,7 @@ from tests.support.seam.zoo import build
 
 from kvtailor import cache_for
 from kvtailor.bench.checks import Fraud
-from kvtailor.bench.checks.reference import Reference, finer, judge, reference_of
+from kvtailor.bench.checks.reference import ReferenceScores, finer, judge, reference_of
 from kvtailor.bench.checks.scores import check_identity
 from kvtailor.bench.contestant import OTHER_ATTENTION, OWN, OWN_ROUNDED, Contestant
 from kvtailor.bench.runner import contestants_of, run
@@ -40,7 +40,7 @@ TRUTH = normal(0, scale=3.0)
 def reference(scale, truth=TRUTH, state=1):
     """What a model rounds by: its two ways are `scale` from the truth."""
     ways = {"sdpa": moved(TRUTH, normal(state, scale=scale)), "eager": moved(TRUTH, normal(state + 1, scale=scale))}
-    return Reference(truth, torch.float32, ways, "a test")
+    return ReferenceScores(truth, torch.float32, ways, "a test")
 
 
 @pytest.mark.parametrize("scale", [3e-4, 3e-2, 1.0])
@@ -89,7 +89,7 @@ def test_the_sentence_has_no_limit_that_contradicts_it():
     def held(which):
         whole = reference(3e-2)
         ways = {name: [scores[i] for i in which] for name, scores in whole.ways.items()}
-        return Reference([TRUTH[i] for i in which], whole.dtype, ways)
+        return ReferenceScores([TRUTH[i] for i in which], whole.dtype, ways)
 
     said = check_identity(moved(TRUTH, normal(7, scale=3e-2)), own, torch.bfloat16, "t", held)
     assert said.startswith("Identity: plan 'full' is 2.") and "allowed" not in said
@@ -106,7 +106,7 @@ def test_the_windows_that_differ_most_are_held_to_the_truth():
 
     def held(which):
         asked.append(which)
-        return Reference(None, torch.bfloat16, {"own": [own[i] for i in which]}, "a test")
+        return ReferenceScores(None, torch.bfloat16, {"own": [own[i] for i in which]}, "a test")
 
     with pytest.raises(Fraud):
         check_identity(ours, own, torch.bfloat16, "t", held)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kvtailor.attend.contract import FlopsRequest
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.measure.flops import Weights, Work, count, prefill_flops, token_flops
+from kvtailor.bench.measure.flops import CountedFlops, Weights, count, prefill_flops, token_flops
 from kvtailor.bench.subject import Subject
 from kvtailor.encode.hadamard import Hadamard
 from kvtailor.encode.kivi import Kivi
@@ -51,7 +51,7 @@ def tiny(layers: int = 1) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def work(plan: str, tokens: int = 4, model=None, prompt: int = PROMPT) -> Work:
+def work(plan: str, tokens: int = 4, model=None, prompt: int = PROMPT) -> CountedFlops:
     ids = torch.randint(97, (ROWS, prompt), generator=torch.Generator().manual_seed(1))
     one = OWN if plan == "own" else Contestant.of(plan)
     found = count(Subject(name="tiny", model=model or tiny()), one, ids, tokens)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.support.bench.dummy import FULL, DummyCache, RecallModel, UniformModel, contestant, subject
 
-from kvtailor.bench.data.synthetic.chains import Chain, Step, make_chain, parts
+from kvtailor.bench.data.synthetic.chains import Chain, ChainStep, make_chain, parts
 from kvtailor.bench.runner import run
 from kvtailor.bench.tasks.reasoning import Reasoning, _pieces, write_chain
 from kvtailor.errors import KvtailorError
@@ -95,10 +95,10 @@ def test_what_counts_by_hand() -> None:
     chain = Chain(
         "Start. ",
         (
-            Step("A=", " b = 12", "12"),
-            Step(" B=", " b = 12", "12"),
-            Step(" C=", " 56", "56"),
-            Step(" D=", " 78", "78"),
+            ChainStep("A=", " b = 12", "12"),
+            ChainStep(" B=", " b = 12", "12"),
+            ChainStep(" C=", " 56", "56"),
+            ChainStep(" D=", " 78", "78"),
         ),
         "working",
         0,

@@ -16,7 +16,7 @@ from kvtailor.bench.report.suite.tables import suite_tables
 from kvtailor.bench.runner import contestants_of, run
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
-from kvtailor.bench.suite.cells import Cell, TaskSettings
+from kvtailor.bench.suite.cells import SuiteCell, TaskSettings
 from kvtailor.bench.suite.run import prepare
 from kvtailor.bench.suite.suite import Suite, everything, read_suite
 from kvtailor.bench.tasks.needle import Needle
@@ -56,7 +56,9 @@ def line(preset: registry.Preset) -> str:
 
 
 def ratio(shows: str, name: str, ours: dict, theirs: dict) -> object:
-    cell = Cell(plan="p", tasks=(TaskSettings("speed", ()),), measure=f"paired.{name}", against="full", shows=shows)
+    cell = SuiteCell(
+        plan="p", tasks=(TaskSettings("speed", ()),), measure=f"paired.{name}", against="full", shows=shows
+    )
     return measured(cell, [[record("p", "speed", values=ours)]], [[record("full", "speed", values=theirs)]])
 
 

@@ -9,7 +9,7 @@ from tests.support.bench.dummy import FULL, DummyCache, UniformModel, contestant
 
 from kvtailor.bench.contestant import OWN
 from kvtailor.bench.measure import machine
-from kvtailor.bench.measure.flops import Work
+from kvtailor.bench.measure.flops import CountedFlops
 from kvtailor.bench.measure.machine import Neighbours
 from kvtailor.bench.runner import run
 from kvtailor.bench.subject import Subject
@@ -130,7 +130,7 @@ def test_rows_are_pieces_of_the_text_and_where_it_is_short_they_begin_apart():
             Speed(text="a", source="t", **wrong)
 
 
-def of_tiny(monkeypatch, work: Work | None, task: Speed, *, busy: bool = False, **described: float):
+def of_tiny(monkeypatch, work: CountedFlops | None, task: Speed, *, busy: bool = False, **described: float):
     quiet(monkeypatch, answer=busy)
     if work is not None:
         monkeypatch.setattr(speed, "count", lambda *_: work)
@@ -141,7 +141,7 @@ def of_tiny(monkeypatch, work: Work | None, task: Speed, *, busy: bool = False, 
 
 def test_throughput_flops_and_floors_are_the_records_own_numbers(monkeypatch):
     task = Speed(text="!\"#$%&'()*+,-./0123456789:", source="t", context=9, tokens=4, batch=2, rounds=3, warmup=0)
-    work = Work(prefill=4_000_000, token=50_000.0, method_prefill=1_000, method_token=20.0)
+    work = CountedFlops(prefill=4_000_000, token=50_000.0, method_prefill=1_000, method_token=20.0)
     own, full = of_tiny(monkeypatch, work, task, read_bandwidth=1e9, matmul_flops=1e10)
     for record in (own, full):
         assert record.error is None and record.point["batch"] == 2 and record.task_version == 3
@@ -166,7 +166,7 @@ def test_throughput_flops_and_floors_are_the_records_own_numbers(monkeypatch):
 
 def test_a_floor_above_the_time_is_no_floor(monkeypatch):
     task = Speed(text="!\"#$%&'()*+,-./", source="t", context=9, tokens=4, rounds=3, warmup=0)
-    work = Work(prefill=4_000_000, token=50_000.0, method_prefill=0, method_token=0.0)
+    work = CountedFlops(prefill=4_000_000, token=50_000.0, method_prefill=0, method_token=0.0)
     found = of_tiny(monkeypatch, work, task, read_bandwidth=1.0, matmul_flops=1e15)[1]
     assert found.floor_seconds is None and found.metrics["floor_ttft_seconds"] is None
     assert sum("faster than what the machine was measured at" in note for note in found.notes) == 2
@@ -188,7 +188,7 @@ def test_what_is_not_known_of_the_work_is_null(monkeypatch):
     found = run(subject(UniformModel()), [FULL], [task], bandwidth=False)[1].metrics
     assert found.pop("tokens_per_second") > 0
     assert len(found) == 7 and set(found.values()) == {None}
-    work = Work(prefill=10, token=1.0, method_prefill=None, method_token=0.0)
+    work = CountedFlops(prefill=10, token=1.0, method_prefill=None, method_token=0.0)
     task = replace(task, text="012")
     found = of_tiny(monkeypatch, work, task)[1].metrics
     assert found["achieved_gflops_prefill"] is None and found["achieved_gflops_token"] > 0
@@ -258,7 +258,7 @@ def test_a_floor_that_was_measured_beside_other_programs_says_so(monkeypatch):
         assert machine.describe()["probes_disturbed"] is (answer if Neighbours().metered else None)
     assert machine.describe(bandwidth=False)["probes_disturbed"] is None
     task = Speed(text="012", source="t", context=4, tokens=2, rounds=1, warmup=0)
-    work = Work(prefill=10, token=1.0, method_prefill=0, method_token=0.0)
+    work = CountedFlops(prefill=10, token=1.0, method_prefill=0, method_token=0.0)
     said = of_tiny(monkeypatch, work, task, read_bandwidth=1e9, matmul_flops=1e9, probes_disturbed=True)[1].notes
     assert any("floors may be too high" in note for note in said)
     assert of_tiny(monkeypatch, work, task, read_bandwidth=1e9, matmul_flops=1e9, probes_disturbed=False)[1].notes == ()

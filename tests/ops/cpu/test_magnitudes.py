@@ -17,7 +17,7 @@ from kvtailor.ops.attention.definition import reference
 from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole
-from kvtailor.ops.segments.pair_sides import Magnified, Merged
+from kvtailor.ops.segments.pair_sides import Magnified, MergedSide
 
 pytestmark = needs_built
 INSIDE = ("plain", "vector8", "vector3", "tokens4", "channels4", "channels4x5", "levels3", "grid2", "nvfp4", "mxfp4")
@@ -42,7 +42,7 @@ def magnified(layout: str, directions: Tensor, share: float, seed: int) -> tuple
     coded = LAYOUTS[layout](directions)
     states = exact(coded) * magnitudes.double()
     states.flatten(0, 1)[places] = whole.double()
-    own = Merged(magnitudes=magnitudes, places=places.to(torch.int32), whole=whole)
+    own = MergedSide(magnitudes=magnitudes, places=places.to(torch.int32), whole=whole)
     return Magnified(directions=coded, own=own), Whole(states=states)
 
 

@@ -23,14 +23,14 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvtailor.ops.attention.triton.attend import Part, plan_of
+from kvtailor.ops.attention.triton.attend import LanesRead, plan_of
 from kvtailor.ops.attention.triton.mass import mass_call
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.codes.quantise_triton import channel_call, token_call
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, Whole
-from kvtailor.ops.triton_launch import Call
+from kvtailor.ops.triton_launch import Launch
 
 _TYPES = {
     torch.float32: "fp32",
@@ -69,11 +69,13 @@ def floats(group: int = 64) -> Coded:
     return FloatCodes(group=group, codes=codes, scale=empty(LANES, -(-SLOTS // group), 1))
 
 
-def decoding(keys: Coded, values: Coded, *, group: int = 4, new: int = 1, head: int = HEAD, **more: Any) -> list[Call]:
+def decoding(
+    keys: Coded, values: Coded, *, group: int = 4, new: int = 1, head: int = HEAD, **more: Any
+) -> list[Launch]:
     query = empty(LANES, group, new, head)
     own = {name: more.pop(name) for name in ("causal", "pages", "page", "splits") if name in more}
     inputs = AttentionInputs(query, keys, values, scaling=0.1, **more)
-    plan = plan_of([Part(inputs=inputs, **own)], processors=132)
+    plan = plan_of([LanesRead(inputs=inputs, **own)], processors=132)
     return list(plan.calls)
 
 
@@ -94,14 +96,14 @@ def masked() -> dict[str, Any]:
     }
 
 
-def mass_of_few() -> Call:
+def mass_of_few() -> Launch:
     """As decoding has it: the heads of a group are so many queries of one head."""
     query, keys = empty(LANES, 1, 4, HEAD), empty(LANES, 1, SLOTS, HEAD)
     sums, counts = (torch.empty(shape, dtype=torch.float32) for shape in ((LANES, 1, 4), (LANES, 4)))
     return mass_call(query, keys, sums, 0.1, weight=counts, causal=False)[0]
 
 
-VARIANTS: dict[str, Callable[[], Call]] = {
+VARIANTS: dict[str, Callable[[], Launch]] = {
     "bf16": lambda: decoding(whole(), whole())[0],
     "fp32": lambda: decoding(whole(torch.float32), whole(torch.float32))[0],
     "vector8": lambda: decoding(tokens(8, symmetric=True), tokens(8, symmetric=True))[0],
@@ -138,7 +140,7 @@ VARIANTS: dict[str, Callable[[], Call]] = {
 }
 
 
-def compiled(call: Call, architecture: int) -> dict[str, Any]:
+def compiled(call: Launch, architecture: int) -> dict[str, Any]:
     """What a launch is made of: registers, spilled bytes, instructions, and those of its longest loop."""
     constants = {param.name for param in call.kernel.params if param.is_constexpr}
     general = {param.name for param in call.kernel.params if param.do_not_specialize}

@@ -121,7 +121,7 @@ def test_equals_attention_over_what_the_bytes_say(keys: str, values: str, head: 
 @pytest.mark.parametrize("uneven", [pytest.param(False, marks=pytest.mark.long), True])
 def test_several_parts_have_one_softmax(uneven: bool) -> None:
     """Codes, plain states and another number of splits for each; with lanes of several owners, an owner has none."""
-    from kvtailor.ops.attention.triton.attend import Part, attend_parts
+    from kvtailor.ops.attention.triton.attend import LanesRead, attend_parts
 
     query = random(3, 2, 1, 24, seed=1)
     owners = [[0, 0, 2, 2], None, [0, 1]] if uneven else [None, None, None]
@@ -135,7 +135,7 @@ def test_several_parts_have_one_softmax(uneven: bool) -> None:
         held = None if owner is None else torch.tensor(owner, device=DEVICE)
         weight = None if weight is None else weight.to(DEVICE)
         inputs = AttentionInputs(query.to(DEVICE), *there, scaling=0.2, owner=held, log_weight=weight)
-        parts.append(Part(inputs=inputs, splits=i + 1))
+        parts.append(LanesRead(inputs=inputs, splits=i + 1))
     lses = torch.stack([lse for _, lse in wanted])
     out = ((lses - lses.logsumexp(0)).exp()[..., None] * torch.stack([each for each, _ in wanted])).sum(0)
     for _ in range(2):

@@ -66,13 +66,13 @@ def test_capped_logits_of_every_kind_of_side(encoding: str, new: int) -> None:
 
 
 def test_several_parts_and_chosen_pages_are_capped_too() -> None:
-    from kvtailor.ops.attention.triton.attend import Part, attend_pages, attend_parts
+    from kvtailor.ops.attention.triton.attend import LanesRead, attend_pages, attend_parts
 
     query = random(2, 3, 1, 32, seed=3)
     sides = [(random(2, slots, 32, seed=slots), random(2, slots, 32, seed=slots + 1)) for slots in (17, 40)]
     wanted, _ = exactly(query, *(torch.cat([pair[i] for pair in sides], 1) for i in range(2)), None, None)
     there = [[Whole(states=each.to(DEVICE)) for each in pair] for pair in sides]
-    parts = [Part(inputs=AttentionInputs(query.to(DEVICE), *pair, scaling=0.3, softcap=CAP)) for pair in there]
+    parts = [LanesRead(inputs=AttentionInputs(query.to(DEVICE), *pair, scaling=0.3, softcap=CAP)) for pair in there]
     assert error(attend_parts(parts)[0], wanted) < 1e-5
     keys, values = sides[1]
     pages = torch.tensor([[0, 3, -1], [1, 4, 2]], dtype=torch.int32)

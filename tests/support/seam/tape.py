@@ -87,17 +87,17 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[[Callable[[], No
     tapes: list[Tape] = []
     now: list[Tape] = []
     if missing() is None:
-        from kvtailor.ops.triton_launch import Call
+        from kvtailor.ops.triton_launch import Launch
 
-        launch = Call.__call__
+        launch = Launch.__call__
 
-        def recorded(call: Call) -> None:
+        def recorded(call: Launch) -> None:
             if now:
                 now[-1].call(lambda: launch(call))
             else:
                 launch(call)
 
-        monkeypatch.setattr(Call, "__call__", recorded)
+        monkeypatch.setattr(Launch, "__call__", recorded)
 
     def record(run: Callable[[], None]) -> Callable[[], None]:
         tape = Tape()

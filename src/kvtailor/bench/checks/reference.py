@@ -33,7 +33,7 @@ from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.processes import started
 
-__all__ = ["FARTHER", "Reference", "finer", "judge", "reference_of"]
+__all__ = ["FARTHER", "ReferenceScores", "finer", "judge", "reference_of"]
 
 _LONGEST = 4096  # tokens, of which eager attention makes a whole matrix
 _BLOCK = 16
@@ -53,7 +53,7 @@ Score = Callable[[Contestant], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceScores:
     """Log-probabilities of the same tokens, one tensor (t,) for each piece of text.
 
     Attributes:
@@ -71,7 +71,7 @@ class Reference:
     finely: Sequence[Tensor] | None = None
 
 
-def reference_of(subject: Subject, score: Score, tokens: int, judged: Contestant | None = None) -> Reference:
+def reference_of(subject: Subject, score: Score, tokens: int, judged: Contestant | None = None) -> ReferenceScores:
     """Score some pieces of text by the model in a finer dtype, and by its own cache under both of its attentions.
 
     Args:
@@ -88,13 +88,13 @@ def reference_of(subject: Subject, score: Score, tokens: int, judged: Contestant
         with finer(subject) as dtype:
             truth = [each.double() for each in score(OWN_ROUNDED)]
             finely = None if judged is None or not half else score(judged)
-            return Reference(truth, dtype, ways, finely=finely)
+            return ReferenceScores(truth, dtype, ways, finely=finely)
     except (KvtailorError, RuntimeError, NotImplementedError, TypeError) as error:
-        return Reference(None, subject.dtype, ways, str(error).splitlines()[0])
+        return ReferenceScores(None, subject.dtype, ways, str(error).splitlines()[0])
 
 
 def judge(
-    ours: Sequence[Tensor], reference: Reference, margin: float = FARTHER, name: str = "plan 'full'"
+    ours: Sequence[Tensor], reference: ReferenceScores, margin: float = FARTHER, name: str = "plan 'full'"
 ) -> tuple[bool, str]:
     """Say whether scores are as near to the truth as the model's own ways are, and a sentence with all distances.
 
@@ -104,7 +104,7 @@ def judge(
     and how far the ways are from each other.
 
     Args:
-        ours: like `Reference.truth`.
+        ours: like `ReferenceScores.truth`.
         reference: of the same tokens.
         margin: see `FARTHER`.
         name: of what is judged.
@@ -127,7 +127,7 @@ def judge(
 
 
 def _judge_among_themselves(
-    ours: Sequence[Tensor], reference: Reference, margin: float, name: str, count: int
+    ours: Sequence[Tensor], reference: ReferenceScores, margin: float, name: str, count: int
 ) -> tuple[bool, str]:
     (first, own), *others = reference.ways.items()
     apart = [_errors(own, other) for _, other in others]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.bench.checks.fraud import Fraud
-from kvtailor.bench.checks.reference import FARTHER, Reference, judge
+from kvtailor.bench.checks.reference import FARTHER, ReferenceScores, judge
 
 __all__ = ["check_finely", "check_identity", "check_whole_budget"]
 
@@ -35,7 +35,7 @@ def check_identity(
     own: Sequence[Tensor],
     dtype: torch.dtype,
     what: str,
-    reference: Callable[[Sequence[int]], Reference],
+    reference: Callable[[Sequence[int]], ReferenceScores],
     tolerance: float | None = None,
 ) -> str | None:
     """The null plan gives what the model's own cache gives, but for rounding.
@@ -127,7 +127,7 @@ def check_whole_budget(
     full: Tensor,
     dtype: torch.dtype,
     what: str,
-    closer: Callable[[], tuple[Tensor, Reference]],
+    closer: Callable[[], tuple[Tensor, ReferenceScores]],
     finely: bool = False,
 ) -> None:
     """A plan that may keep everything gives what 'full' gives.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from kvtailor.bench import checks
-from kvtailor.bench.checks.reference import Reference, finer, reference_of
+from kvtailor.bench.checks.reference import ReferenceScores, finer, reference_of
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError
@@ -44,7 +44,7 @@ class WholeBudgets:
         self._tokens, self._few, self._many = tokens, min(_FEW, targets), min(_MANY, targets)
         self._of_full: Tensor | None = None
         self._finely_of_full: Tensor | None = None
-        self._reference: Reference | None = None
+        self._reference: ReferenceScores | None = None
         self._notes: dict[str, tuple[str, ...]] = {}
 
     def check(self, contestant: Contestant) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class WholeBudgets:
         checks.check_finely("whole budget", sides, [ours], [self._finely_of_full], dtype, self._what)
         return True
 
-    def _held(self) -> Reference:
+    def _held(self) -> ReferenceScores:
         """What plans that are not near enough are held to, computed once."""
         if self._reference is None:
 

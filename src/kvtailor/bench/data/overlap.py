@@ -21,7 +21,7 @@ from typing import ClassVar
 
 from kvtailor.errors import ArgumentError, KvtailorError
 
-__all__ = ["Calibrated", "Shared", "Sketch", "read_back", "shared", "text_hash", "written"]
+__all__ = ["Calibrated", "Overlap", "Sketch", "read_back", "shared", "text_hash", "written"]
 
 _WORDS = 13
 _WORD = re.compile(r"\w+")
@@ -79,7 +79,7 @@ class Sketch:
 
 
 @dataclass(frozen=True)
-class Shared:
+class Overlap:
     """What two texts have in common.
 
     Attributes:
@@ -93,13 +93,13 @@ class Shared:
     count: int
 
 
-def shared(first: Sketch, second: Sketch) -> Shared:
+def shared(first: Sketch, second: Sketch) -> Overlap:
     """The runs of 13 words that two texts share."""
     ends = [sketch.hashes[-1] for sketch in (first, second) if not sketch.complete and sketch.hashes]
     end = min(ends, default=2**64)
     one, other = ({h for h in sketch.hashes if h <= end} for sketch in (first, second))
     common = len(one & other)
-    return Shared(common / len(one) if one else None, common / len(other) if other else None, common)
+    return Overlap(common / len(one) if one else None, common / len(other) if other else None, common)
 
 
 def text_hash(text: str) -> str:

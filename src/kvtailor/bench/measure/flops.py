@@ -35,7 +35,7 @@ from kvtailor.ops.dispatch import MOST_QUERIES
 from kvtailor.plan import Plan
 from kvtailor.types import Needs, Segment
 
-__all__ = ["Weights", "Work", "count", "prefill_flops", "repetition_flops", "token_flops", "twice_pairs"]
+__all__ = ["Weights", "CountedFlops", "count", "prefill_flops", "repetition_flops", "token_flops", "twice_pairs"]
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
@@ -105,7 +105,7 @@ def _size_of(module: Any) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class CountedFlops:
     """Floating-point operations of a prefill and of the tokens decoded after it.
 
     Attributes:
@@ -142,7 +142,7 @@ def token_flops(weights: Weights, geometry: Geometry, *, rows: int, read: int) -
 
 
 @torch.inference_mode()
-def count(subject: Subject, contestant: Contestant, prompt: Tensor, tokens: int) -> Work | None:
+def count(subject: Subject, contestant: Contestant, prompt: Tensor, tokens: int) -> CountedFlops | None:
     """The work of a prefill and of the tokens decoded after it, from one pass that is not timed.
 
     Args:
@@ -181,7 +181,7 @@ def count(subject: Subject, contestant: Contestant, prompt: Tensor, tokens: int)
         extra.append(step.added(cache, new=1))
     every = _sum(extra)
     steps = rows * (tokens - 1)
-    return Work(
+    return CountedFlops(
         prefill=prefill_flops(weights, geometry, rows=rows, tokens=n),
         token=own / steps,
         method_prefill=added,

@@ -20,7 +20,7 @@ from kvtailor.bench.report.page import (
     question,
     render,
 )
-from kvtailor.bench.report.suite.ranking import FEWER, LEADS, LEVEL, WORSE, Column, Place, Ranking, Score
+from kvtailor.bench.report.suite.ranking import FEWER, LEADS, LEVEL, WORSE, Place, RankedColumn, RankedScore, Ranking
 from kvtailor.bench.report.tables.grid import Cell, Grid, interval
 from kvtailor.bench.schema import Record
 
@@ -162,7 +162,7 @@ def _leaders(ranking: Ranking, budgets: Sequence[float]) -> Iterator[Block]:
     yield Table(grid=grid, numbered=False)
 
 
-def _leader(ranking: Ranking, budget: float, column: Column) -> Cell:
+def _leader(ranking: Ranking, budget: float, column: RankedColumn) -> Cell:
     if column.silent is not None:
         return Cell(text=DASH, interval="says nothing here")
     found = [(place, place.scores[column.label]) for place in ranking.at(budget) if column.label in place.scores]
@@ -212,7 +212,7 @@ def _why(place: Place) -> str:
     return place.missing or "it was not measured"
 
 
-def _score_cell(column: Column, place: Place) -> Cell:
+def _score_cell(column: RankedColumn, place: Place) -> Cell:
     score = place.scores.get(column.label)
     if score is None:
         return Cell()
@@ -229,11 +229,11 @@ def _score_cell(column: Column, place: Place) -> Cell:
     )
 
 
-def _mean(column: Column, score: Score) -> str:
+def _mean(column: RankedColumn, score: RankedScore) -> str:
     return f"{100 * score.mean:.0f} %" if column.hits else f"{score.difference.value:+.3f}"
 
 
-def _small(column: Column, score: Score, *, whole: bool) -> str | None:
+def _small(column: RankedColumn, score: RankedScore, *, whole: bool) -> str | None:
     if whole:
         ends = (None, None) if column.full is None else (column.full.low, column.full.high)
         shown = interval([None if e is None else 100 * e for e in ends], 0) if column.hits else f"{score.mean:.3f} nats"

@@ -19,9 +19,9 @@ from kvtailor.bench.measure.statistics import FEWEST
 from kvtailor.bench.runner import contestants_of, plan_run, run
 from kvtailor.bench.safety.keys import cause_of, key_shape
 from kvtailor.bench.safety.page import BETWEEN, PAGE, page, parted
-from kvtailor.bench.safety.plans import Candidate, candidates_of, length_of
+from kvtailor.bench.safety.plans import CheckedPlan, candidates_of, length_of
 from kvtailor.bench.safety.result import ModelCheck
-from kvtailor.bench.safety.verdict import HARMFUL, Verdict, judged
+from kvtailor.bench.safety.verdict import HARMFUL, SafetyVerdict, judged
 from kvtailor.bench.schema import Record
 from kvtailor.bench.stages import Progress, Silent
 from kvtailor.bench.subject import Subject
@@ -134,7 +134,7 @@ class _Check:
     def __init__(
         self,
         subject: Subject,
-        candidates: Sequence[Candidate],
+        candidates: Sequence[CheckedPlan],
         parts: tuple[Text, Text],
         size: tuple[int, int],
         margin: float,
@@ -267,7 +267,7 @@ def _parts(texts: object, subject: Subject, size: tuple[int, int]) -> tuple[Text
     return parts
 
 
-def _filled(candidate: Candidate, verdict: Verdict, shape: Any, geometry: Geometry) -> Verdict:
+def _filled(candidate: CheckedPlan, verdict: SafetyVerdict, shape: Any, geometry: Geometry) -> SafetyVerdict:
     plan = candidate.contestant.plan
     assert plan is not None
     cause = cause_of(plan, shape, geometry)

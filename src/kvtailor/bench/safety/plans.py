@@ -17,7 +17,7 @@ from kvtailor.plan import Plan
 from kvtailor.plan.arguments import with_nested
 from kvtailor.plan.registry import presets
 
-__all__ = ["Candidate", "candidates_of", "length_of", "share_of"]
+__all__ = ["CheckedPlan", "candidates_of", "length_of", "share_of"]
 
 ELEMENT = 2
 """Bytes of an element of the cache whose share is told, whatever dtype the model computes in."""
@@ -33,7 +33,7 @@ _EIGHTH = ("kvzip",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class CheckedPlan:
     """A plan of a check.
 
     Attributes:
@@ -67,7 +67,7 @@ def share_of(plan: Plan, geometry: Geometry, tokens: int, known: dict[Any, Segme
     return size.share
 
 
-def candidates_of(subject: Subject, plans: Sequence[str] = ()) -> tuple[list[Candidate], dict[str, str]]:
+def candidates_of(subject: Subject, plans: Sequence[str] = ()) -> tuple[list[CheckedPlan], dict[str, str]]:
     """Return the plans to measure on a model, and why others are not, by name.
 
     A preset that evicts keeps a quarter of the tokens.
@@ -84,7 +84,7 @@ def candidates_of(subject: Subject, plans: Sequence[str] = ()) -> tuple[list[Can
     if plans:
         return [_given(text, geometry, tokens, {}) for text in plans], {}
     known: dict[Any, SegmentBytes] = {}
-    found: dict[str, Candidate] = {}
+    found: dict[str, CheckedPlan] = {}
     without: dict[str, str] = {}
     wanted = [(name, 0.25) for name in (*presets(), *_OTHERS)] + [(name, 0.125) for name in _EIGHTH]
     for text, keep in wanted:
@@ -101,13 +101,13 @@ def candidates_of(subject: Subject, plans: Sequence[str] = ()) -> tuple[list[Can
     return list(found.values()), without
 
 
-def _given(text: str, geometry: Geometry, tokens: int, known: dict[Any, SegmentBytes]) -> Candidate:
+def _given(text: str, geometry: Geometry, tokens: int, known: dict[Any, SegmentBytes]) -> CheckedPlan:
     made = Contestant.named(text)
     assert made.plan is not None
-    return Candidate(contestant=made, bytes=share_of(made.plan, geometry, tokens, known))
+    return CheckedPlan(contestant=made, bytes=share_of(made.plan, geometry, tokens, known))
 
 
-def _fitted(text: str, keep: float, geometry: Geometry, tokens: int, known: dict[Any, SegmentBytes]) -> Candidate:
+def _fitted(text: str, keep: float, geometry: Geometry, tokens: int, known: dict[Any, SegmentBytes]) -> CheckedPlan:
     """A plan as it is named, or where that is no plan yet or holds all of a text of these lengths, with a budget.
 
     Raises:
@@ -120,7 +120,7 @@ def _fitted(text: str, keep: float, geometry: Geometry, tokens: int, known: dict
     return _given(f"{text} @ keep={keep:g}" if plan.evicts else text, geometry, tokens, known)
 
 
-def _why_not(made: Candidate, subject: Subject) -> str | None:
+def _why_not(made: CheckedPlan, subject: Subject) -> str | None:
     """Why a plan is not measured; None where it is."""
     plan = made.contestant.plan
     assert plan is not None

@@ -13,7 +13,7 @@ from kvtailor.errors import suggest
 from kvtailor.plan.grammar import write_settings, write_value
 from kvtailor.presets import FULL
 
-__all__ = ["TaskSettings", "Cell", "Table", "TableRow", "check_keys", "tables_of"]
+__all__ = ["TaskSettings", "SuiteCell", "SuiteTable", "TableRow", "check_keys", "tables_of"]
 
 _PLACE = re.compile(r"\{(\w+)\}")
 _CELL = ("plan", "task", "value", "against", "shows", "scale", "digits")
@@ -39,7 +39,7 @@ class TaskSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class SuiteCell:
     """One number of a table.
 
     Attributes:
@@ -68,11 +68,11 @@ class TableRow:
     """Labels and cells, in the order of the table's headings."""
 
     labels: tuple[str, ...]
-    cells: tuple[Cell, ...]
+    cells: tuple[SuiteCell, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class SuiteTable:
     """One table.
 
     Attributes:
@@ -94,7 +94,7 @@ class Table:
 
 def tables_of(
     raw: Sequence[Any], tasks: Mapping[str, Any], scope: Mapping[str, Any], awaits: Sequence[str], faults: list[str]
-) -> list[Table]:
+) -> list[SuiteTable]:
     """The tables with their places filled.
 
     Args:
@@ -119,7 +119,7 @@ class _Reader:
     awaits: Sequence[str]
     faults: list[str]
 
-    def tables(self, raw: Any, scope: Mapping[str, Any]) -> Iterator[Table]:
+    def tables(self, raw: Any, scope: Mapping[str, Any]) -> Iterator[SuiteTable]:
         if not isinstance(raw, dict):
             self.faults.append(f"tables holds {raw!r}: write [[tables]] and below it name = value")
             return
@@ -142,7 +142,7 @@ class _Reader:
                 for further in self._each(raw.get("for_rows", {}), inside, where)
                 for row in self._rows(raw, each, {**inside, **further}, where)
             ]
-            yield Table(
+            yield SuiteTable(
                 **texts,
                 labels=tuple(map(str, raw["labels"])),
                 columns=tuple(self._prose(each.get("label", "?"), inside, where) for each in raw["columns"]),
@@ -166,7 +166,7 @@ class _Reader:
             cells = [self._cell({**column, **here}, inside, at) for column in table["columns"]]
             yield TableRow(labels=labels, cells=tuple(cell for cell in cells if cell is not None))
 
-    def _cell(self, raw: Mapping[str, Any], scope: Mapping[str, Any], where: str) -> Cell | None:
+    def _cell(self, raw: Mapping[str, Any], scope: Mapping[str, Any], where: str) -> SuiteCell | None:
         where = f"{where}, column {raw.get('label', '?')!r}"
         check_keys(raw, (*_CELL, "label"), where, self.faults)
         found = {key: self._fill(raw[key], scope, where) for key in _CELL if key in raw}
@@ -182,7 +182,7 @@ class _Reader:
         tasks = tuple(self._asked(str(found["task"]), scope, where))
         for kind in dict.fromkeys(task.kind for task in tasks if task.kind in KINDS):
             self.faults.extend(f"{where}: {fault}" for fault in measure_faults(kind, str(found["value"])))
-        return Cell(
+        return SuiteCell(
             plan=" ".join(str(found["plan"]).split()),
             tasks=tasks,
             measure=str(found["value"]),

@@ -14,14 +14,14 @@ import torch
 
 from kvtailor.bench.measure.flops import Weights, prefill_flops, twice_pairs
 from kvtailor.bench.measure.machine import matmul_flops, read_bandwidth
-from kvtailor.bench.runner import Job
+from kvtailor.bench.runner import TaskJob
 from kvtailor.bench.suite.run import Prepared
 from kvtailor.bench.tasks.contract import Demand
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.plan import Plan
 
-__all__ = ["Estimate", "Part", "Rates", "estimate", "measured_rates", "rates_of_line"]
+__all__ = ["SuiteEstimate", "TaskEstimate", "Rates", "estimate", "measured_rates", "rates_of_line"]
 
 _KEYS = ("flops", "bytes")
 
@@ -42,7 +42,7 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TaskEstimate:
     """One task of a suite.
 
     Attributes:
@@ -61,7 +61,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class SuiteEstimate:
     """A whole suite.
 
     Attributes:
@@ -71,7 +71,7 @@ class Estimate:
         assumed: what the numbers rest on, whole sentences.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[TaskEstimate, ...]
     weights: int
     cache: int
     assumed: tuple[str, ...]
@@ -123,7 +123,7 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     )
 
 
-def estimate(prepared: Prepared, rates: Rates) -> Estimate:
+def estimate(prepared: Prepared, rates: Rates) -> SuiteEstimate:
     """How long a suite takes at least.
 
     Args:
@@ -145,7 +145,7 @@ def estimate(prepared: Prepared, rates: Rates) -> Estimate:
     parts = tuple(_part(job, shapes, rates) for job in prepared.jobs)
     longest = max((n for job in prepared.jobs for n in _prompts(job)), default=0)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Estimate(
+    return SuiteEstimate(
         parts=parts,
         weights=parameters * prepared.subject.dtype.itemsize,
         cache=shapes.cache(longest),
@@ -188,20 +188,20 @@ class _Shapes:
         return read / rates.bandwidth
 
 
-def _part(job: Job, shapes: _Shapes, rates: Rates) -> Part:
+def _part(job: TaskJob, shapes: _Shapes, rates: Rates) -> TaskEstimate:
     asked = job.asked or job.kind
     if job.task is None:
-        return Part(asked=asked, plans=len(job.there), prompts=0, seconds=None, why=job.why)
+        return TaskEstimate(asked=asked, plans=len(job.there), prompts=0, seconds=None, why=job.why)
     demand = job.task.demand()
     # The model's own cache is one more, where it is measured: perplexity holds 'full' against it.
     plans = len(job.there) + (job.task.own_cache or job.kind == "perplexity")
     if demand is None:
         why = f"{job.kind} does not say before what it feeds."
-        return Part(asked=asked, plans=plans, prompts=0, seconds=None, why=why)
+        return TaskEstimate(asked=asked, plans=plans, prompts=0, seconds=None, why=why)
     alone = plans - len(job.there)
     read, again = _readings([None] * alone + [each.plan for each in job.there], shared=not job.task.exclusive)
     often = sum(demand.prompts.values())
-    return Part(
+    return TaskEstimate(
         asked=asked,
         plans=plans,
         prompts=read * often,
@@ -220,7 +220,7 @@ def _seconds(demand: Demand, shapes: _Shapes, rates: Rates, *, plans: int, readi
     return total
 
 
-def _prompts(job: Job) -> Mapping[int, int]:
+def _prompts(job: TaskJob) -> Mapping[int, int]:
     demand = None if job.task is None else job.task.demand()
     return {} if demand is None else demand.prompts
 
@@ -242,7 +242,7 @@ def _readings(plans: Sequence[Plan | None], *, shared: bool) -> tuple[int, int]:
     return len(passes), len(repeated)
 
 
-def _assumed(rates: Rates, parts: tuple[Part, ...]) -> list[str]:
+def _assumed(rates: Rates, parts: tuple[TaskEstimate, ...]) -> list[str]:
     found = [
         f"{rates.flops:.2g} operations of matrix products and {rates.bandwidth:.2g} bytes read in a second, "
         f"{rates.source}. Give what a machine reaches, not its peak.",

@@ -12,7 +12,7 @@ from kvtailor.bench.build import SettingsError, make_task
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS, setting_faults
 from kvtailor.bench.resources import CellResources
-from kvtailor.bench.runner import Job, plan_run, run
+from kvtailor.bench.runner import TaskJob, plan_run, run
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.suite.cells import TaskSettings
@@ -40,7 +40,7 @@ class Prepared:
 
     suite: Suite
     subject: Subject
-    jobs: tuple[Job, ...]
+    jobs: tuple[TaskJob, ...]
     contestants: tuple[Contestant, ...]
     unavailable: tuple[str, ...]
 
@@ -104,7 +104,7 @@ def prepare(suite: Suite, subject: Subject, *, data: Path | None = None, only: S
             continue
         if why is not None:
             unavailable.append(f"{asked}: {why}")
-        jobs.append(Job(kind=asked.kind, task=task, contestants=found, why=why, asked=str(asked)))
+        jobs.append(TaskJob(kind=asked.kind, task=task, contestants=found, why=why, asked=str(asked)))
     if faults:
         raise SuiteError(suite.name, list(dict.fromkeys(faults)))
     return Prepared(

@@ -52,7 +52,7 @@ from typing import Any
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.resources import CellResources, read_resources
-from kvtailor.bench.suite.cells import Cell, Table, check_keys, tables_of
+from kvtailor.bench.suite.cells import SuiteCell, SuiteTable, check_keys, tables_of
 from kvtailor.errors import KvtailorError, PlanError, UnknownName, suggest
 from kvtailor.ops.files import read_toml
 from kvtailor.plan import registry
@@ -139,7 +139,7 @@ class Suite:
         """Whether the suite names settings for this model."""
         return any(_last(name) == _last(model) for name in self.models)
 
-    def tables_for(self, model: str) -> list[Table]:
+    def tables_for(self, model: str) -> list[SuiteTable]:
         """The tables with all places filled for this model, and its own budgets in place of shares."""
         known = self.fitted.get(model, {})
         return _budgeted(tables_of(self.tables, self.tasks, self.settings_of(model), self.awaits, []), known)
@@ -275,17 +275,17 @@ def _with_columns(tables: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
     return [{"columns": columns, **each} if columns and isinstance(each, dict) else each for each in tables]
 
 
-def _cells_of(tables: Iterable[Table]) -> Iterator[Cell]:
+def _cells_of(tables: Iterable[SuiteTable]) -> Iterator[SuiteCell]:
     return (cell for table in tables for row in table.rows for cell in row.cells)
 
 
-def _budgeted(tables: Iterable[Table], known: Mapping[str, str]) -> list[Table]:
+def _budgeted(tables: Iterable[SuiteTable], known: Mapping[str, str]) -> list[SuiteTable]:
     """The tables with the budgets that are known in place of shares; a share that was not fitted is of the tokens."""
 
     def of(plan: str) -> str:
         return known.get(plan) or _SHARE.sub("keep=", plan)
 
-    def cell_of(cell: Cell) -> Cell:
+    def cell_of(cell: SuiteCell) -> SuiteCell:
         return replace(cell, plan=of(cell.plan), against=None if cell.against is None else of(cell.against))
 
     return [

@@ -30,14 +30,14 @@ from kvtailor.bench.tasks.contract import Demand, PlanByPlan, Sample, Scored
 from kvtailor.bench.tasks.settings import CONTEXT, DOCUMENT_KINDS, STATE, STATES_APART, Metric, Option, setting
 from kvtailor.errors import ArgumentError, KvtailorError
 
-__all__ = ["Answer", "Needle", "answer_document", "code_document", "feed_answer"]
+__all__ = ["NeedleAnswer", "Needle", "answer_document", "code_document", "feed_answer"]
 
 _LONG_ANSWERS = {"tool_call": 96}
 _LONGER = 4
 
 
 @dataclass(frozen=True)
-class Answer:
+class NeedleAnswer:
     """What came of one document.
 
     Attributes:
@@ -259,7 +259,7 @@ def answer_document(
     *,
     parts: Sequence[str] = (),
     question_outside: bool = False,
-) -> Answer:
+) -> NeedleAnswer:
     """Decodes an answer (a,) after a context (n,) and its question (t,).
 
     Args:
@@ -273,7 +273,7 @@ def answer_document(
     if not hit and len(parts) > 1:
         text = _continuation(subject, contestant, context, question, int(answer.numel()) + _LONGER, question_outside)
         recall = sum(part in text for part in parts) / len(parts)
-    return Answer(hit, recall, nats / int(answer.numel()), weight | reading)
+    return NeedleAnswer(hit, recall, nats / int(answer.numel()), weight | reading)
 
 
 def _read(

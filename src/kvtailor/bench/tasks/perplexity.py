@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvtailor.bench import checks
 from kvtailor.bench.checks.probing import fed_scores, probe, rounding_of
-from kvtailor.bench.checks.reference import Reference, reference_of
+from kvtailor.bench.checks.reference import ReferenceScores, reference_of
 from kvtailor.bench.checks.whole import WholeBudgets
 from kvtailor.bench.contestant import OWN_ROUNDED, Contestant
 from kvtailor.bench.measure.cache_fields import weigh
@@ -322,7 +322,7 @@ class Perplexity(PlanByPlan):
         if any(bool(each.isnan().any()) for each in stock):
             raise KvtailorError(subject.not_a_number(f"of {self.source}"))
 
-        def reference(chosen: Sequence[int]) -> Reference:
+        def reference(chosen: Sequence[int]) -> ReferenceScores:
             some = [windows[index] for index in chosen]
 
             def score(contestant: Contestant) -> list[Tensor]:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.cache_fields import bytes_of, weigh
-from kvtailor.bench.measure.flops import Work, count
+from kvtailor.bench.measure.flops import CountedFlops, count
 from kvtailor.bench.measure.machine import Neighbours
 from kvtailor.bench.measure.statistics import timings_of
 from kvtailor.bench.measure.turns import rounds_in_turns
@@ -52,7 +52,7 @@ class _Samples:
     disturbed: list[bool] = field(default_factory=list)
     weight: dict[str, Any] = field(default_factory=dict)
     bytes_read: int | None = None
-    work: Work | None = None
+    work: CountedFlops | None = None
 
     def clean(self, name: str) -> list[float]:
         return [x for x, bad in zip(getattr(self, name), self.disturbed, strict=True) if not bad]
@@ -232,7 +232,9 @@ class Speed(AllAtOnce):
             held=found.weight,
         )
 
-    def _metrics(self, work: Work | None, timings: Mapping[str, Mapping[str, float | None]]) -> dict[str, float | None]:
+    def _metrics(
+        self, work: CountedFlops | None, timings: Mapping[str, Mapping[str, float | None]]
+    ) -> dict[str, float | None]:
         ttft, tpot = (timings.get(name, {}).get("median") for name in ("ttft", "tpot"))
         found: dict[str, float | None] = {"tokens_per_second": self.batch / tpot if tpot else None}
         for name in ("prefill", "token", "method_prefill", "method_token"):
@@ -246,7 +248,7 @@ class Speed(AllAtOnce):
         return found
 
 
-def _floor_of_prefill(subject: Subject, machine: Mapping[str, object], work: Work | None) -> float | None:
+def _floor_of_prefill(subject: Subject, machine: Mapping[str, object], work: CountedFlops | None) -> float | None:
     bandwidth, peak = (machine.get(name) for name in ("read_bandwidth", "matmul_flops"))
     weights = subject.weights()
     if not isinstance(bandwidth, float) or not isinstance(peak, float) or weights is None or work is None:

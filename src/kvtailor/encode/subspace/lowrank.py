@@ -31,7 +31,7 @@ from kvtailor.encode.subspace.projecting import Projecting
 from kvtailor.method import Serves
 from kvtailor.ops.codes.subspace import (
     Basis,
-    Moments,
+    StateMoments,
     principal,
     random_directions,
     rank_of,
@@ -209,7 +209,7 @@ class LowRank(Projecting, CalibratedMethod, Codec):
             for _ in range(layers):
                 states = torch.randn(4 * heads * size, heads * size, generator=generator, dtype=torch.float64)
                 states = states * torch.linspace(0.2, 3, heads * size, dtype=torch.float32) + 0.5
-                each.append(Moments.of(states.mT @ states, states.sum(0).view(heads, size), states.shape[0]))
+                each.append(StateMoments.of(states.mT @ states, states.sum(0).view(heads, size), states.shape[0]))
             for name in ("mean", "deviation", "correlation"):
                 found[f"{side}_{name}"] = torch.stack([getattr(moments, name) for moments in each])
         return found
@@ -247,7 +247,7 @@ class LowRank(Projecting, CalibratedMethod, Codec):
             raise ValueError("lowrank: no calibration was given; call for_layer first, with the tensors of a file")
         name = "unrotated" if side == "keys" and context.unrotated else side
         tensors = {part: context.calibration[f"{name}_{part}"] for part in ("mean", "deviation", "correlation")}
-        moments = Moments(**{part: tensor[context.layer] for part, tensor in tensors.items()})
+        moments = StateMoments(**{part: tensor[context.layer] for part, tensor in tensors.items()})
         return principal(moments, joined, rank, centred=self.centred, shared=self.shared)[0]
 
     def _flops(self, name: str, tokens: int, key_size: int, value_size: int, sides: tuple[str, ...]) -> int | None:

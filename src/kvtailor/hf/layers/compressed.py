@@ -16,7 +16,7 @@ from kvtailor.engine import rollback
 from kvtailor.engine.engine import Engine
 from kvtailor.engine.fast_path import find_fast_path
 from kvtailor.engine.phase import Reconstructing, Recording, Speculating
-from kvtailor.engine.state import LayerState, Reading
+from kvtailor.engine.state import LayerState, ReaderQueries
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import HANDLE, ungraded
 from kvtailor.hf.guard import CacheGuard
@@ -55,7 +55,7 @@ class CompressedLayer(WithFastPath, CacheLayerMixin):
         self._modules: dict[int, weakref.ref[Any]] = {}
         # The layers of the model that read what this one holds, after its own attention, and what they have read.
         self._readers = guard.geometry.readers.get(layer_idx, ())
-        self._read: list[tuple[Reading, Attended]] = []
+        self._read: list[tuple[ReaderQueries, Attended]] = []
         self._repeated: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -270,7 +270,7 @@ class CompressedLayer(WithFastPath, CacheLayerMixin):
         engine, state = self.guard.engine, self.state
         attended = engine.attend(state, query, visible, scaling)
         if self._readers:
-            self._read = [(Reading(query=query, visible=visible, mass=attended.mass), attended)]
+            self._read = [(ReaderQueries(query=query, visible=visible, mass=attended.mass), attended)]
         else:
             engine.act(state, query, visible, attended)
         return attended.output
@@ -303,7 +303,7 @@ class CompressedLayer(WithFastPath, CacheLayerMixin):
             state.observed.carry = self._read[-1][1].carry
             attended = engine.attend(state, query, visible, scaling)
             output = attended.output
-            self._read.append((Reading(query=query, visible=visible, mass=attended.mass), attended))
+            self._read.append((ReaderQueries(query=query, visible=visible, mass=attended.mass), attended))
             if reader == self._readers[-1]:
                 (own_reading, _), *others = self._read
                 self._read = []

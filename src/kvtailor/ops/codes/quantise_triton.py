@@ -12,7 +12,7 @@ from torch import Tensor
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.codes.quantise_kernels import channel_kernel, token_kernel
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
-from kvtailor.ops.triton_launch import Call, unfit
+from kvtailor.ops.triton_launch import Launch, unfit
 
 __all__ = ["channel_call", "channel_codes", "symmetric_codes", "token_call", "token_codes", "why_not_packed"]
 
@@ -63,7 +63,7 @@ def channel_codes(states: Tensor, bits: int, group: int) -> ChannelCodes:
     return codes
 
 
-def token_call(states: Tensor, bits: int, group: int, *, symmetric: bool = False) -> tuple[Call, TokenCodes]:
+def token_call(states: Tensor, bits: int, group: int, *, symmetric: bool = False) -> tuple[Launch, TokenCodes]:
     """The launch of `token_codes` or `symmetric_codes`, and what it writes."""
     lanes, slots, size = states.shape
     width, parts = packed_size(size, bits), 8 // bits
@@ -77,7 +77,7 @@ def token_call(states: Tensor, bits: int, group: int, *, symmetric: bool = False
     info = torch.finfo(states.dtype)
     padded = triton.next_power_of_2(piece) * triton.next_power_of_2(width // piece)
     tokens = max(1, _TILE // (padded * parts))
-    call = Call(
+    call = Launch(
         kernel=token_kernel,
         grid=(triton.cdiv(lanes * slots, tokens),),
         arguments={
@@ -108,7 +108,7 @@ def token_call(states: Tensor, bits: int, group: int, *, symmetric: bool = False
     return call, TokenCodes(bits=bits, size=size, codes=codes, step=step, low=low)
 
 
-def channel_call(states: Tensor, bits: int, group: int) -> tuple[Call, ChannelCodes]:
+def channel_call(states: Tensor, bits: int, group: int) -> tuple[Launch, ChannelCodes]:
     """The launch of `channel_codes`, and what it writes."""
     lanes, slots, size = states.shape
     width, runs = packed_size(size, bits), -(-slots // group)
@@ -117,7 +117,7 @@ def channel_call(states: Tensor, bits: int, group: int) -> tuple[Call, ChannelCo
     low = torch.empty_like(step)
     padded = triton.next_power_of_2(group)
     channels = min(triton.next_power_of_2(width), max(16, _TILE // (padded * (8 // bits))))
-    call = Call(
+    call = Launch(
         kernel=channel_kernel,
         grid=(lanes * runs, triton.cdiv(width, channels)),
         arguments={

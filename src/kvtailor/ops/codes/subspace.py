@@ -14,7 +14,16 @@ from kvtailor.ops.lanes.apportion import apportion
 from kvtailor.types import Coordinates, Lift
 from kvtailor.types.late_checks import send
 
-__all__ = ["Basis", "Moments", "on_device", "part_of_heads", "principal", "random_directions", "rank_of", "split_ranks"]
+__all__ = [
+    "Basis",
+    "StateMoments",
+    "on_device",
+    "part_of_heads",
+    "principal",
+    "random_directions",
+    "rank_of",
+    "split_ranks",
+]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,7 +90,7 @@ class Basis:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Moments:
+class StateMoments:
     """Mean and covariance of one layer's states over some text, over the channels of all heads, one after another.
 
     Attributes:
@@ -95,7 +104,7 @@ class Moments:
     correlation: Tensor
 
     @classmethod
-    def of(cls, second: Tensor, first: Tensor, count: int) -> Moments:
+    def of(cls, second: Tensor, first: Tensor, count: int) -> StateMoments:
         """From sums over `count` tokens: second (h * c, h * c) of outer products, first (h, c); float64."""
         mean = first.flatten() / count
         covariance = second / count - mean[:, None] * mean
@@ -122,7 +131,7 @@ class Moments:
         return hash(self.digest())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Moments) and self.digest() == other.digest()
+        return isinstance(other, StateMoments) and self.digest() == other.digest()
 
     def digest(self) -> bytes:
         """Of the content, so that two readings of one file are the same."""
@@ -133,7 +142,7 @@ class Moments:
 
 
 @lru_cache(maxsize=512)
-def principal(moments: Moments, joined: int, rank: int, *, centred: bool, shared: bool) -> tuple[Basis, Tensor]:
+def principal(moments: StateMoments, joined: int, rank: int, *, centred: bool, shared: bool) -> tuple[Basis, Tensor]:
     """The directions in which states have most energy.
 
     Args:
@@ -150,7 +159,7 @@ def principal(moments: Moments, joined: int, rank: int, *, centred: bool, shared
     with torch.inference_mode(False):
         heads, channels = moments.mean.shape
         mean = moments.mean.cpu().double()
-        second = Moments(
+        second = StateMoments(
             mean=moments.mean.cpu(), deviation=moments.deviation.cpu(), correlation=moments.correlation.cpu()
         ).covariance()
         second = second + mean.flatten()[:, None] * mean.flatten()

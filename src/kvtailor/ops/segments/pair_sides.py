@@ -15,10 +15,10 @@ from kvtailor.ops.segments.code_layout import CodeLayout, TokenMagnitudes
 from kvtailor.ops.segments.coded import Coded, Whole, alone
 from kvtailor.types import Layout, Segment
 
-__all__ = ["HalfSegment", "Magnified", "Merged", "Side", "Unmerged", "side_of"]
+__all__ = ["HalfSegment", "Magnified", "MergedSide", "PairSide", "Unmerged", "side_of"]
 
 
-class Side(ABC):
+class PairSide(ABC):
     """One side of one layer. Immutable; a subclass is a frozen dataclass whose fields are tensors."""
 
     @abstractmethod
@@ -38,11 +38,11 @@ class Side(ABC):
         """
 
     @abstractmethod
-    def moved(self, lane: Tensor, slot: Tensor) -> Side:
+    def moved(self, lane: Tensor, slot: Tensor) -> PairSide:
         """Of the tokens at these lanes and slots, (m', s') int64 each."""
 
     @abstractmethod
-    def of_pair(self, lower: Any) -> Side:
+    def of_pair(self, lower: Any) -> PairSide:
         """The same, on the tensors that the lower layer has of the same side, where they are shared."""
 
     @abstractmethod
@@ -59,7 +59,7 @@ class Side(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merged(Side):
+class MergedSide(PairSide):
     """Magnitudes, and the tokens that were not merged.
 
     Attributes:
@@ -73,7 +73,7 @@ class Merged(Side):
     whole: Tensor
 
     @classmethod
-    def of(cls, states: Tensor, magnitudes: Tensor, places: Tensor) -> Merged:
+    def of(cls, states: Tensor, magnitudes: Tensor, places: Tensor) -> MergedSide:
         """Of states (m, s, c) and the magnitudes that `slerp.split` gave."""
         whole = states.flatten(0, 1)[places.to(torch.int64)]
         return cls(magnitudes=magnitudes.to(states.dtype), places=places, whole=whole)
@@ -99,16 +99,16 @@ class Merged(Side):
         if bool((places.diff() <= 0).any() | (ends[0] < 0).any() | (ends[1] >= lanes * slots).any()):
             raise ValueError(f"the places of whole tokens do not ascend from 0 to below {lanes * slots}")
 
-    def moved(self, lane: Tensor, slot: Tensor) -> Merged:
+    def moved(self, lane: Tensor, slot: Tensor) -> MergedSide:
         slots = self.magnitudes.shape[1]
         which = torch.full((self.magnitudes.shape[0] * slots,), -1, dtype=torch.int64, device=lane.device)
         which[self.places.to(torch.int64)] = torch.arange(self.places.shape[0], device=lane.device)
         found = which[lane * slots + slot].flatten()
         places = (found >= 0).nonzero().flatten()
         magnitudes = self.magnitudes[lane, slot]
-        return Merged(magnitudes=magnitudes, places=places.to(torch.int32), whole=self.whole[found[places]])
+        return MergedSide(magnitudes=magnitudes, places=places.to(torch.int32), whole=self.whole[found[places]])
 
-    def of_pair(self, lower: Merged) -> Merged:
+    def of_pair(self, lower: MergedSide) -> MergedSide:
         return replace(self, places=lower.places)
 
     def closed_form_bytes(self, lanes: int, slots: int) -> int:
@@ -119,7 +119,7 @@ class Merged(Side):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unmerged(Side):
+class Unmerged(PairSide):
     """States (m, s, c) as they are; there are no directions of them."""
 
     states: Tensor
@@ -154,13 +154,13 @@ class Unmerged(Side):
 
 @dataclass(frozen=True, kw_only=True)
 class Magnified(Coded):
-    """A `Merged` side as it is read: directions in any encoding, times magnitudes, and the tokens that are whole.
+    """A `MergedSide` side as it is read: directions in any encoding, times magnitudes, and the tokens that are whole.
 
     It is made to be read, of tensors that a segment holds.
     """
 
     directions: Coded
-    own: Merged
+    own: MergedSide
     of_tokens = ()
 
     @cached_property
@@ -190,10 +190,10 @@ class HalfSegment(Segment):
 
     layout: Layout
     shared: Segment
-    keys: Side
-    values: Side
+    keys: PairSide
+    values: PairSide
 
 
-def side_of(tensors: Mapping[str, Tensor]) -> Side:
+def side_of(tensors: Mapping[str, Tensor]) -> PairSide:
     """The side whose `tensors()` these are."""
-    return Unmerged(**tensors) if "states" in tensors else Merged(**tensors)
+    return Unmerged(**tensors) if "states" in tensors else MergedSide(**tensors)

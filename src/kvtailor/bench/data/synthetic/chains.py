@@ -20,7 +20,7 @@ from kvtailor.bench.data.synthetic.documents import make_document, random_source
 from kvtailor.bench.data.synthetic.hidden_facts import number
 from kvtailor.errors import ArgumentError
 
-__all__ = ["KINDS", "Chain", "Step", "make_chain"]
+__all__ = ["KINDS", "Chain", "ChainStep", "make_chain"]
 
 KINDS = ("walk", "working")
 # Variables that have a number and are not asked for, in a walk; and variables that have numbers, in a working.
@@ -28,7 +28,7 @@ _OTHERS, _ROOTS = 2, 4
 
 
 @dataclass(frozen=True)
-class Step:
+class ChainStep:
     """One answer of a chain.
 
     Attributes:
@@ -55,7 +55,7 @@ class Chain:
     """
 
     prompt: str
-    steps: tuple[Step, ...]
+    steps: tuple[ChainStep, ...]
     kind: str
     state: int
 
@@ -107,7 +107,7 @@ def make_chain(
         hops=count,
         distractors=_OTHERS,
     )
-    step = Step("", document.answer, parts(document.answer)[-1])
+    step = ChainStep("", document.answer, parts(document.answer)[-1])
     return Chain(document.prompt, (step,), kind, state)
 
 
@@ -133,6 +133,6 @@ def _working(rng: random.Random, state: int, length: int, count: int, size: Call
         old = parts(ends[chain])[0]
         before = "\n" if not index else ".\n"
         text = f"{before}{words.sentence(rng)} {name} = {old}.\nQuestion: What is the value of {name}? Answer: {name} ="
-        steps.append(Step(text, ends[chain], parts(ends[chain])[-1]))
+        steps.append(ChainStep(text, ends[chain], parts(ends[chain])[-1]))
         ends[chain] = f" {name} ={ends[chain]}"
     return Chain(" ".join(prose), tuple(steps), "working", state)

@@ -11,7 +11,7 @@ from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.measure.paired_hits import share, share_difference
 from kvtailor.bench.measure.statistics import Estimate, geometric_mean, mean, mean_difference
 from kvtailor.bench.schema import Record
-from kvtailor.bench.suite.cells import Cell
+from kvtailor.bench.suite.cells import SuiteCell
 
 __all__ = ["SHARES", "documents_of", "measured", "paired_samples", "point_of"]
 
@@ -25,7 +25,7 @@ def point_of(record: Record) -> str:
 
 
 def measured(
-    cell: Cell, ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]] | None
+    cell: SuiteCell, ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]] | None
 ) -> Estimate | None:
     """The number of a cell, not scaled; None where it was not measured.
 

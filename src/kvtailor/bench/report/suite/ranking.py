@@ -19,18 +19,18 @@ from kvtailor.bench.measure.statistics import Estimate, mean_difference
 from kvtailor.bench.report.suite.numbers import SHARES, documents_of, paired_samples, point_of
 from kvtailor.bench.report.suite.records import alike, by_task
 from kvtailor.bench.schema import Record
-from kvtailor.bench.suite.cells import Cell
+from kvtailor.bench.suite.cells import SuiteCell
 from kvtailor.bench.suite.suite import Leaderboard, Suite
 from kvtailor.presets import FULL
 
-__all__ = ["FEWER", "LEADS", "LEVEL", "WORSE", "Column", "Place", "Ranking", "Score", "difference", "rank"]
+__all__ = ["FEWER", "LEADS", "LEVEL", "WORSE", "RankedColumn", "Place", "Ranking", "RankedScore", "difference", "rank"]
 
 LEADS, LEVEL, WORSE, FEWER = "leads", "level", "worse", "fewer bytes"
 _FEWER_BYTES = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class RankedColumn:
     """One thing that plans are ranked by.
 
     Attributes:
@@ -51,7 +51,7 @@ class Column:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class RankedScore:
     """One plan in one column.
 
     Attributes:
@@ -89,7 +89,7 @@ class Place:
     plan_hash: str
     share: float | None
     budget: float | None
-    scores: Mapping[str, Score] = field(default_factory=dict)
+    scores: Mapping[str, RankedScore] = field(default_factory=dict)
     times: Mapping[str, float] = field(default_factory=dict)
     missing: str | None = None
 
@@ -108,7 +108,7 @@ class Ranking:
     """
 
     board: Leaderboard
-    columns: tuple[Column, ...]
+    columns: tuple[RankedColumn, ...]
     timed: tuple[str, ...]
     full: Place
     places: tuple[Place, ...]
@@ -128,7 +128,7 @@ class _Row:
     plan: str
     plan_hash: str
     missing: tuple[str, ...]
-    cells: Mapping[str, Cell]
+    cells: Mapping[str, SuiteCell]
 
 
 def rank(suite: Suite, records: Sequence[Record], *, model: str | None = None) -> Ranking | None:
@@ -183,7 +183,7 @@ def _rows(suite: Suite, model: str) -> list[_Row]:
     return list(found.values())
 
 
-def _good(cell: Cell, plan_hash: str, of_task: Mapping[str, list[Record]]) -> list[list[Record]] | None:
+def _good(cell: SuiteCell, plan_hash: str, of_task: Mapping[str, list[Record]]) -> list[list[Record]] | None:
     """The records of a plan for each task of a column; None where a task has none."""
     found = [
         [r for r in of_task.get(str(asked), ()) if r.plan_hash == plan_hash and r.error is None] for asked in cell.tasks
@@ -191,14 +191,16 @@ def _good(cell: Cell, plan_hash: str, of_task: Mapping[str, list[Record]]) -> li
     return found if all(found) else None
 
 
-def _column(board: Leaderboard, label: str, cell: Cell, of_task: Mapping[str, list[Record]], full_hash: str) -> Column:
+def _column(
+    board: Leaderboard, label: str, cell: SuiteCell, of_task: Mapping[str, list[Record]], full_hash: str
+) -> RankedColumn:
     name = cell.measure.removeprefix("paired.")
     records = _good(cell, full_hash, of_task)
     values = [value for each in records or [] for record in each for value in record.values.get(name, ())]
     told = KINDS[cell.tasks[0].kind].told if cell.tasks[0].kind in KINDS else ()
     higher = any(metric.mean_of == name and metric.higher_is_better for metric in told)
     hits = name in SHARES and all(0 <= value <= 1 for value in values)
-    shown = Column(label=label, name=name, hits=hits, higher=higher, full=None)
+    shown = RankedColumn(label=label, name=name, hits=hits, higher=higher, full=None)
     if not values:
         return replace(shown, silent="'full' was not measured in it.")
     if not hits:
@@ -216,7 +218,7 @@ def _column(board: Leaderboard, label: str, cell: Cell, of_task: Mapping[str, li
 def _place(
     board: Leaderboard,
     row: _Row,
-    columns: Sequence[Column],
+    columns: Sequence[RankedColumn],
     of_task: Mapping[str, list[Record]],
     timed: Sequence[Record],
     full_hash: str,
@@ -248,7 +250,9 @@ def _place(
     )
 
 
-def _score(column: Column, ours: list[list[Record]] | None, theirs: list[list[Record]] | None) -> Score | None:
+def _score(
+    column: RankedColumn, ours: list[list[Record]] | None, theirs: list[list[Record]] | None
+) -> RankedScore | None:
     """None where it was not measured on all that 'full' was measured on."""
     if ours is None or theirs is None or _points(ours) != _points(theirs):
         return None
@@ -257,10 +261,12 @@ def _score(column: Column, ours: list[list[Record]] | None, theirs: list[list[Re
         return None
     keys = tuple(record.key for each in ours for record in each)
     found = _difference(column, samples, ours)
-    return Score(mean=fmean(samples[0]), difference=found, standing=None, keys=keys)
+    return RankedScore(mean=fmean(samples[0]), difference=found, standing=None, keys=keys)
 
 
-def difference(column: Column, ours: Score, theirs: Score, records: Mapping[str, Record]) -> Estimate | None:
+def difference(
+    column: RankedColumn, ours: RankedScore, theirs: RankedScore, records: Mapping[str, Record]
+) -> Estimate | None:
     """The first plan less the second on the same samples, with its 95 % interval; None where these are not the same.
 
     Args:
@@ -273,7 +279,9 @@ def difference(column: Column, ours: Score, theirs: Score, records: Mapping[str,
     return None if samples is None else _difference(column, samples, mine)
 
 
-def _difference(column: Column, samples: tuple[list[float], list[float]], ours: Sequence[Sequence[Record]]) -> Estimate:
+def _difference(
+    column: RankedColumn, samples: tuple[list[float], list[float]], ours: Sequence[Sequence[Record]]
+) -> Estimate:
     return share_difference(*samples) if column.hits else mean_difference(*samples, documents=documents_of(ours))
 
 
@@ -312,8 +320,8 @@ def _times(row: _Row, timed: Sequence[Record], full_hash: str) -> dict[str, floa
 def _standings(
     board: Leaderboard,
     places: Sequence[Place],
-    columns: Sequence[Column],
-    ranked: Mapping[str, Cell],
+    columns: Sequence[RankedColumn],
+    ranked: Mapping[str, SuiteCell],
     of_task: Mapping[str, list[Record]],
     rows: Sequence[_Row],
 ) -> list[Place]:
@@ -347,7 +355,7 @@ def _standings(
 
 
 def _against(
-    column: Column,
+    column: RankedColumn,
     place: Place,
     leader: Place,
     ours: list[list[Record]],

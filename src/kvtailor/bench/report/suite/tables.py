@@ -11,7 +11,7 @@ from kvtailor.bench.report.machines import hardware_text, machines_of, versions_
 from kvtailor.bench.report.suite.numbers import measured
 from kvtailor.bench.report.suite.records import alike, behind, by_task
 from kvtailor.bench.schema import Record
-from kvtailor.bench.suite.cells import Cell, Table, TableRow, TaskSettings
+from kvtailor.bench.suite.cells import SuiteCell, SuiteTable, TableRow, TaskSettings
 from kvtailor.bench.suite.suite import Suite
 
 __all__ = ["FilledCell", "FilledRow", "FilledTable", "provenance", "suite_tables"]
@@ -113,7 +113,7 @@ class _Filler:
         self._records = records
         self._contestants: dict[str, Contestant] = {}
 
-    def table(self, table: Table) -> FilledTable:
+    def table(self, table: SuiteTable) -> FilledTable:
         rows = [self._row(row) for row in table.rows]
         return FilledTable(
             name=table.name,
@@ -137,7 +137,7 @@ class _Filler:
             labels=row.labels, cells=tuple(map(self._cell, row.cells)), missing=tuple(dict.fromkeys(missing))
         )
 
-    def _cell(self, cell: Cell) -> FilledCell:
+    def _cell(self, cell: SuiteCell) -> FilledCell:
         wanted = self._contestant(cell.plan).hash
         ours = [self._good(cell.plan, asked) for asked in cell.tasks]
         theirs = [self._good(cell.against, asked) for asked in cell.tasks] if cell.against is not None else None
@@ -173,7 +173,7 @@ class _Filler:
             self._contestants[plan] = self._suite.contestant(plan)
         return self._contestants[plan]
 
-    def _notes(self, table: Table) -> Iterable[str]:
+    def _notes(self, table: SuiteTable) -> Iterable[str]:
         """Rows that are one plan, the records' notes, and why numbers are not there."""
         names: dict[object, list[str]] = {}
         for row in table.rows:
@@ -196,7 +196,7 @@ class _Filler:
             yield f"{gaps} of the measurements behind these cells have no record that may stand beside the others."
 
 
-def _said(cell: Cell, asked: TaskSettings, record: Record) -> Iterable[tuple[str, str]]:
+def _said(cell: SuiteCell, asked: TaskSettings, record: Record) -> Iterable[tuple[str, str]]:
     """Sentences, each with the plan that it is about; none where it is about all."""
     yield from ((note, "") for note in record.notes)
     wanted = dict(asked.settings).get("text")

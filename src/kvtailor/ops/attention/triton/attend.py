@@ -16,12 +16,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvtailor.ops.attention.triton.kernels.decode import split_kernel
 from kvtailor.ops.attention.triton.kernels.merge import merge_kernel
-from kvtailor.ops.attention.triton.sides import Side, block_of, side_of, warps_of, why_not
+from kvtailor.ops.attention.triton.sides import SideArguments, block_of, side_of, warps_of, why_not
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Coded, layout_of
-from kvtailor.ops.triton_launch import LOG2E, Call, interpreting, unfit
+from kvtailor.ops.triton_launch import LOG2E, Launch, interpreting, unfit
 
-__all__ = ["Part", "Plan", "plan_of", "attend_coded", "attend_pages", "attend_parts", "suits"]
+__all__ = ["LanesRead", "Launches", "plan_of", "attend_coded", "attend_pages", "attend_parts", "suits"]
 
 
 # Tables of `_firsts` by the first ragged part's owners; those of even parts are alike on all layers.
@@ -34,7 +34,7 @@ _ROWS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Launches:
     """The launches of an attention and what they write.
 
     Attributes:
@@ -42,7 +42,7 @@ class Plan:
         out: (n, g, t, dv) float32. lse: (n, g, t) float32.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[Launch, ...]
     out: Tensor
     lse: Tensor
 
@@ -53,7 +53,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class LanesRead:
     """Lanes that are read at once: the arguments of `attend_coded`, or of `attend_pages`.
 
     Attributes:
@@ -68,7 +68,7 @@ class Part:
     splits: int | None = None
 
 
-def plan_of(parts: Sequence[Part], *, processors: int | None = None) -> Plan:
+def plan_of(parts: Sequence[LanesRead], *, processors: int | None = None) -> Launches:
     """What `attend_parts` launches; tensors on any device.
 
     Args:
@@ -91,7 +91,7 @@ def plan_of(parts: Sequence[Part], *, processors: int | None = None) -> Plan:
         for part, shape, base in zip(parts, shapes, bases, strict=False)
     ]
     alone = len(parts) == 1 and parts[0].inputs.owner is None
-    merge = Call(
+    merge = Launch(
         kernel=merge_kernel,
         grid=(owners, rows),
         arguments={
@@ -111,7 +111,7 @@ def plan_of(parts: Sequence[Part], *, processors: int | None = None) -> Plan:
         warps=4,
         stages=2,
     )
-    return Plan(calls=(*splits, merge), out=out, lse=lse)
+    return Launches(calls=(*splits, merge), out=out, lse=lse)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +124,8 @@ class _Shape:
         block, warps: of a program. splits: programs of a lane.
     """
 
-    left: Side
-    right: Side
+    left: SideArguments
+    right: SideArguments
     lanes: int
     slots: int
     held: int
@@ -134,7 +134,7 @@ class _Shape:
     splits: int
 
     @classmethod
-    def of(cls, part: Part, rows: int, processors: int) -> _Shape:
+    def of(cls, part: LanesRead, rows: int, processors: int) -> _Shape:
         left, right = (side_of(layout_of(each)) for each in (part.inputs.keys, part.inputs.values))
         lanes, slots = left.codes.shape[:2]
         held = slots if part.pages is None or part.page is None else part.pages.shape[1] * part.page
@@ -146,14 +146,14 @@ class _Shape:
 
 def _split_call(
     query: Tensor,
-    part: Part,
+    part: LanesRead,
     shape: _Shape,
     new: int,
     logits: tuple[float, float | None],
     sums: Tensor,
     tops: Tensor,
     totals: Tensor,
-) -> Call:
+) -> Launch:
     """The launch that reads one part for queries (n, g * t, d) and leaves what it found at the head of the three."""
     scaling, softcap = logits
     rows, block, left, right = query.shape[1], shape.block, shape.left, shape.right
@@ -161,7 +161,7 @@ def _split_call(
     seen = None if visible is None else visible.expand(shape.lanes, new, shape.slots).view(torch.uint8)
     strides = (0, 0, 0) if seen is None else seen.stride()
     masked = visible is not None or log_weight is not None
-    return Call(
+    return Launch(
         kernel=split_kernel,
         grid=(shape.lanes, shape.splits),
         arguments={
@@ -199,7 +199,7 @@ def _split_call(
 
 
 def _firsts(
-    parts: Sequence[Part], shapes: Sequence[_Shape], bases: Sequence[int], owners: int, device: torch.device
+    parts: Sequence[LanesRead], shapes: Sequence[_Shape], bases: Sequence[int], owners: int, device: torch.device
 ) -> Tensor:
     """(parts, n + 1) int32: where in what the programs leave each owner's begins, and the end of each part's.
 
@@ -264,7 +264,7 @@ def attend_coded(inputs: AttentionInputs, *, causal: bool = False, splits: int |
         causal: the last t filled slots of each lane are the new tokens themselves, and none sees a later one.
         splits: programs for each lane; None: as many as fill the device.
     """
-    return attend_parts([Part(inputs=inputs, causal=causal, splits=splits)])
+    return attend_parts([LanesRead(inputs=inputs, causal=causal, splits=splits)])
 
 
 def attend_pages(
@@ -280,9 +280,9 @@ def attend_pages(
     """
     if page < 1 or page & (page - 1):
         raise ValueError(f"pages hold a power of two of slots, found {page}")
-    return attend_parts([Part(inputs=inputs, pages=pages, page=page, splits=splits)])
+    return attend_parts([LanesRead(inputs=inputs, pages=pages, page=page, splits=splits)])
 
 
-def attend_parts(parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+def attend_parts(parts: Sequence[LanesRead]) -> tuple[Tensor, Tensor]:
     """`attend_coded` of one query over the slots of several parts, with one softmax over all of them."""
     return plan_of(parts)()

@@ -18,7 +18,7 @@ from kvtailor.ops.attention.triton.attend import attend_coded
 from kvtailor.ops.attention.triton.kernels.mass import mass_kernel
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole
-from kvtailor.ops.triton_launch import LOG2E, Call, interpreting, unfit
+from kvtailor.ops.triton_launch import LOG2E, Launch, interpreting, unfit
 
 __all__ = ["attend_with_mass", "column_mass", "mass_call", "unsuited", "ReadPart", "attend_and_keep"]
 
@@ -112,7 +112,7 @@ def mass_call(
     weight: Tensor | None = None,
     start: Tensor | None = None,
     causal: bool = True,
-) -> tuple[Call, Tensor]:
+) -> tuple[Launch, Tensor]:
     """The launch of `column_mass`, and what it writes."""
     rows, heads, slots, size = keys.shape
     new = query.shape[2]
@@ -121,7 +121,7 @@ def mass_call(
         found = f"{query.dtype} of strides {query.stride()} and {keys.dtype} of strides {keys.stride()}"
         raise ValueError(f"queries and keys need one dtype and channels side by side in memory, found {found}")
     block = 128 if slots >= 128 and size <= 128 and query.dtype != torch.float32 else 32
-    call = Call(
+    call = Launch(
         kernel=mass_kernel,
         grid=(triton.cdiv(slots, block), rows * heads),
         arguments={

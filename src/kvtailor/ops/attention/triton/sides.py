@@ -17,7 +17,7 @@ from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.types.late_checks import send
 
-__all__ = ["Side", "block_of", "side_of", "why_not"]
+__all__ = ["SideArguments", "block_of", "side_of", "why_not"]
 
 _STATES = (torch.float32, torch.float16, torch.bfloat16)
 # Tokens of a tile: with 4 warps 128 need no spilling for heads of 128 channels, 64 none for heads of 256.
@@ -36,7 +36,7 @@ def _table(levels: Tensor, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
+class SideArguments:
     """Keys or values of a segment.
 
     Attributes:
@@ -134,21 +134,25 @@ class Side:
         }
 
 
-def side_of(layout: CodeLayout) -> Side:
+def side_of(layout: CodeLayout) -> SideArguments:
     """What the kernels read of a side that `why_not` found nothing against."""
     kind, codes, size, bits, step = layout.kind, layout.codes, layout.size, layout.bits, layout.step
     if kind is CodeKind.WHOLE:
-        return Side(codes=codes, size=size)
+        return SideArguments(codes=codes, size=size)
     if kind is CodeKind.TOKENS:
         zero = 2 ** (bits - 1) - 1 if layout.low is None else 0
-        return Side(codes=codes, size=size, bits=bits, step=step, low=layout.low, per=layout.block, zero=zero)
+        return SideArguments(codes=codes, size=size, bits=bits, step=step, low=layout.low, per=layout.block, zero=zero)
     if kind is CodeKind.CHANNELS:
-        return Side(codes=codes, size=size, bits=bits, step=step, low=layout.low, row=layout.row, group=layout.group)
+        return SideArguments(
+            codes=codes, size=size, bits=bits, step=step, low=layout.low, row=layout.row, group=layout.group
+        )
     if kind is CodeKind.FLOATS:
-        return Side(codes=codes, size=size, step=step, row=layout.row, group=layout.group, per=size, float8=True)
+        return SideArguments(
+            codes=codes, size=size, step=step, row=layout.row, group=layout.group, per=size, float8=True
+        )
     if kind is CodeKind.BLOCKS:
         assert layout.element is not None
-        return Side(
+        return SideArguments(
             codes=codes,
             size=size,
             bits=bits,
@@ -162,7 +166,7 @@ def side_of(layout: CodeLayout) -> Side:
         )
     points = kind is CodeKind.POINTS
     assert layout.levels is not None
-    return Side(
+    return SideArguments(
         codes=codes,
         size=size,
         bits=bits // 2 if points else bits,
@@ -197,7 +201,7 @@ def why_not(coded: Coded) -> str | None:
     return None
 
 
-def block_of(keys: Side, values: Side, rows: int, page: int | None) -> int:
+def block_of(keys: SideArguments, values: SideArguments, rows: int, page: int | None) -> int:
     """Tokens of a tile: as many as share scales, so that scales can be folded, within what registers hold."""
     wide = max(keys.width * (8 // keys.bits), values.width * (8 // values.bits))
     most = _BLOCK if wide <= 128 and rows <= 16 else 32
@@ -214,7 +218,7 @@ def block_of(keys: Side, values: Side, rows: int, page: int | None) -> int:
     return most
 
 
-def warps_of(block: int, keys: Side, values: Side, rows: int) -> int:
+def warps_of(block: int, keys: SideArguments, values: SideArguments, rows: int) -> int:
     """Warps of a program: one for 32 tokens of codes, so that each keeps the order of the matrix unit in registers.
 
     From 4 warps and 64 tokens on the compiler takes Hopper's larger products, whose operands lie in another order: that
