@@ -19,7 +19,7 @@ __all__ = ["Allocator", "BudgetRequest", "LayersReordered"]
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetRequest:
-    """What an allocator gets: a total, and what the present layers hold.
+    """A total budget, and what the layers hold that are to share it.
 
     Attributes:
         total: (b,) int64 on the CPU: tokens for each row, over all `num_layers` layers and all kv heads.
@@ -30,7 +30,7 @@ class BudgetRequest:
             scope "layer", all of them under "prompt", the first so many under "progressive".
         num_layers: layers that the plan compresses.
         scores: for each present layer (b, h, n) float32, -inf where no token is, +inf for tokens that must stay; None
-            where not needed.
+            if the allocator does not need them.
         measured: for each present layer what `Allocator.measure` gave; None where the allocator measures nothing.
         row_tokens: (b,) int64 on the CPU: real tokens that each row has seen, the most that a head of an absent layer
             can hold. None: absent layers hold what a present one does, which is so at prefill.
@@ -50,12 +50,12 @@ class BudgetRequest:
 
     @property
     def history(self) -> Tensor:
-        """(b,) int64: what is left of the total once all layers have what must stay, absent ones as much as present."""
+        """Return (b,) int64: the total less the floors of all layers; absent layers count like the present ones."""
         floors = self.floor.sum((1, 2)) * self.num_layers // len(self.layers)
         return (self.total - floors).clamp_min(0)
 
     def numbers(self, name: str, *, every_layer: bool = False) -> Tensor:
-        """Return (b, l, ...) float64 on the CPU: what the allocator measured of the present layers.
+        """Return (b, l, ...) float64 on the CPU: what `Allocator.measure` returned for the present layers.
 
         Args:
             name: of the allocator, for error messages.
@@ -104,11 +104,11 @@ class Allocator(Method, ABC):
     """One way to split a budget. A subclass is a frozen, keyword-only dataclass of its hyper-parameters.
 
     Contract: the result lies between floor and capacity; for each row it sums to the share of the present layers
-    (all of `total` when all layers are present) whenever floors and capacities allow that sum; what a clamp cuts off
-    goes to others; more total never gives a smaller sum.
+    (all of `total` when all layers are present) whenever floors and capacities allow that sum; what is cut off
+    at a floor or a capacity goes to other heads; a larger total never gives a smaller sum.
 
     A property of this class may be a class attribute of a method for which it is constant (`even_heads: ClassVar[bool]
-    = True`). An allocator that takes another allocator takes it from that one.
+    = True`). An allocator around another one returns the other one's.
     """
 
     @property
@@ -122,12 +122,12 @@ class Allocator(Method, ABC):
 
     @property
     def needs_scores(self) -> bool:
-        """Whether `scores` must be given."""
+        """Whether it needs `BudgetRequest.scores`."""
         return False
 
     @property
     def even_heads(self) -> bool:
-        """Whether all heads of a layer get the same where they hold the same, so that a layer stays one dense block.
+        """Whether heads of a layer that hold equally many tokens get equal budgets, so that it stays one dense block.
 
         The sum is then the largest multiple of h within the share.
         """
@@ -135,7 +135,7 @@ class Allocator(Method, ABC):
 
     @property
     def even_layers(self) -> bool:
-        """Whether all layers get the same where they hold the same, whatever their scores.
+        """Whether layers that hold equally many tokens get equal budgets, whatever their scores.
 
         Needed where the layers of a model differ in heads or head sizes, so that a token costs more in some than in
         others.
@@ -144,13 +144,13 @@ class Allocator(Method, ABC):
 
     @property
     def needs(self) -> Needs:
-        """The evidence to gather for `measure`."""
+        """Return the evidence to gather for `measure`."""
         return Needs()
 
     def measure(self, held: Held) -> Tensor | None:
-        """Return one number or several that this allocator needs of each layer: (b, ...) float on any device.
+        """Return what this allocator needs to know of one layer: (b, ...) float on any device.
 
-        Given back in `BudgetRequest.measured`. None: it measures nothing.
+        `BudgetRequest.measured` has it for each layer. None: the allocator measures nothing.
         """
         return None
 
@@ -165,7 +165,7 @@ class Allocator(Method, ABC):
 
         Args:
             tokens: n, tokens held.
-            heads: h, which share what is computed once for the layer.
+            heads: h; what is computed once for the layer is divided by it.
             group: g, query heads of a kv head.
             size: d, of a key.
         """
@@ -176,13 +176,13 @@ class Allocator(Method, ABC):
 class LayersReordered(Method):
     """A base of allocators that give the layer budgets of another allocator to other layers.
 
-    Stands before `Allocator` among the bases.
+    A subclass names it before `Allocator` among its bases.
 
-    Each layer keeps the split over the heads that belongs to the budget it is given. A budget that its new layer cannot
-    hold is cut, and goes to the other layers by their budgets.
+    A budget keeps its split over the heads. If it exceeds what its new layer holds, the excess goes to the other
+    layers in proportion to their budgets.
 
     Attributes:
-        of: the allocator whose budgets they are.
+        of: the other allocator.
     """
 
     of: Allocator
@@ -209,7 +209,7 @@ class LayersReordered(Method):
         """Return for each layer the layer whose budget it gets, (b, l) int64, from the inner budgets (b, l, h)."""
 
     def allocate(self, request: BudgetRequest) -> Tensor:
-        """Return (b, l, h) int64 on the CPU: the inner allocator's tokens, of the layers in the other order.
+        """Return (b, l, h) int64 on the CPU: the inner allocator's budgets, with the layers in the order of `source`.
 
         Raises:
             ValueError: a layer is absent, or what the inner allocator raises.
@@ -219,7 +219,7 @@ class LayersReordered(Method):
         return moved_shares(budgets, self.source(budgets), request.floor, request.capacity, even=self.even_heads)
 
     def check_every_layer(self, request: BudgetRequest) -> None:
-        """Raise `ValueError` unless all layers are present: budgets can only change places among known ones."""
+        """Raise `ValueError` unless all layers are present: only then are all budgets known."""
         request.check_all_layers(type(self).__name__.lower())
 
     def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int | None:

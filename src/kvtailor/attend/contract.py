@@ -31,16 +31,16 @@ READS_ALL = "reads all"
 
 @dataclass(frozen=True, kw_only=True)
 class Attended:
-    """What one attention call gives.
+    """The result of one attention call.
 
     Attributes:
         output: (b, q, t, dv) in the query's dtype. A query that sees nothing gives zeros.
-        lse: (b, q, t) float32 log-sum-exp of the scaled logits that were read; None where the method has none.
+        lse: (b, q, t) float32 log-sum-exp of the scaled logits that were read; None: the method does not compute it.
         mass: for each part (m, s) float32: attention probability that each slot received, summed over the group's query
             heads and over `AttentionRequest.real_queries`; None unless `AttentionRequest.want_mass`.
         tokens_read: tokens read by each (row, kv head) for the last query, (b, h) int64; None where all were.
-        carry: what `AttentionContext.carry` holds at the layer's next call; batch rows first, and in storages of their
-            own. Lost where tokens are taken back outside of a recorded forward.
+        carry: what `AttentionContext.carry` holds at the layer's next call; batch rows first, in storages of its own.
+            It is lost if tokens are taken back outside of a recorded forward.
     """
 
     output: Tensor
@@ -59,7 +59,7 @@ class AttentionContext:
         layers: how many the plan compresses.
         rotation: the layer's rotary embedding; None where the method does not need it.
         carry: what the method's last `attend` or `index` on this layer left; empty at first.
-        deferred: the context is still being fed, so that even a single new token is a part of it and not decoded.
+        deferred: the context is still being fed, so even a single new token belongs to it and is not decoded.
         share: which of the model's heads the parts hold.
     """
 
@@ -73,14 +73,14 @@ class AttentionContext:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRequest:
-    """What `Attention.attend` computes: the new tokens' queries and everything that they may read.
+    """The new tokens' queries, and everything that they may read.
 
     Attributes:
         query: (b, q, t, d) post-RoPE queries.
         parts: segments in time order; the last t columns of the last part are the new tokens themselves.
         visible: which columns each query may see.
         scaling: the model's own factor before the softmax.
-        want_mass: also give `Attended.mass`.
+        want_mass: return `Attended.mass` as well.
         softmax: what the model's softmax has besides `scaling`.
         real_queries: (b, t) bool: queries that are not padding, the only ones that count for the mass; None: all.
         context: of the layer.
@@ -98,12 +98,12 @@ class AttentionRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexRequest:
-    """What `Attention.index` looks at.
+    """What a layer holds at the end of a forward, for `Attention.index`.
 
     Attributes:
         parts: what is held now, as in `AttentionRequest`.
         visible: of the forward that ends.
-        context: of the layer; `carry` is what the forward's call of `attend` left.
+        context: of the layer; `carry` is what the forward's `attend` returned.
     """
 
     parts: Sequence[Segment]
@@ -113,13 +113,13 @@ class IndexRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class FastPathReading:
-    """What each new token reads while nothing but the tail changes, which grows.
+    """What each decoded token reads, as long as only the tail grows.
 
     Attributes:
-        up_to: this holds up to so many tokens of a row and kv head; None: however many there are.
-        pages: only the best of these are read; None: everything is read.
+        up_to: valid while a row and kv head holds at most so many tokens; None: always valid.
+        pages: only the best of these pages are read; None: everything is read.
         carried: the first part is read from the carry, as `first_keys` (b, h, s, d) and `first_values` (b, h, s, dv);
-            where the carry has none, there is no fast path.
+            without them there is no fast path.
     """
 
     up_to: int | None = None
@@ -148,7 +148,7 @@ class FlopsRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class CarryRequest:
-    """The layer of which `Attention.carried_bytes` tells the bytes, after a prompt and some decoded tokens.
+    """The sizes of a layer after a prompt and some decoded tokens, for `Attention.carried_bytes`.
 
     Attributes:
         rows, heads, q_heads: b, h and q.
@@ -185,16 +185,16 @@ class Attention(Method, ABC):
 
     Attributes:
         needs_codec: name of the codec whose segments this method reads (page bounds, say); None: any.
-        gives_mass: `attend` honours `AttentionRequest.want_mass`.
-        weighs_tokens: `attend` honours `SegmentView.log_weight`.
+        gives_mass: `attend` supports `AttentionRequest.want_mass`.
+        weighs_tokens: `attend` supports `SegmentView.log_weight`.
         needs_rotation: `attend` needs `AttentionContext.rotation`.
-        in_cache_positions: positions count what is held, so that a model may see more tokens than it was made for.
-        reads_alike: several new tokens at once read what each would read alone, as speculation asks of a target.
-        graph_safe: for one new token `attend` does the same at every step in which nothing is evicted or encoded, but
-            for the `Layout.lengths` that it reads on the device; so a step can be recorded and replayed.
-        carry_of: entries of `AttentionContext.carry` that are kept where a saved cache is loaded on another number of
+        in_cache_positions: positions count held tokens only, so that texts may be longer than the model allows.
+        reads_alike: a new token reads the same alone and among others, which speculation requires of its target.
+        graph_safe: between evictions and encodings `attend` does the same at every decoded token, except for the
+            `Layout.lengths` that it reads on the device; so a step can be recorded and replayed.
+        carry_of: entries of `AttentionContext.carry` that are kept if a saved cache is loaded on another number of
             processes, and whether each belongs to a "row" (b,), a kv "head" (b, h, ..., k), or "queries" (b, q, w, d).
-            Of heads, a shorter last axis ends in 0.0 or -1. Other entries are made anew by `index`.
+            If heads differ in k, the shorter ones end in 0.0 or -1. `index` makes all other entries again.
         has_token_budget: its argument `tokens` says how many tokens it reads for each new one.
     """
 
@@ -230,17 +230,17 @@ class Attention(Method, ABC):
                 ) from None
 
     def held_tokens(self, tokens: Tensor) -> Tensor | None:
-        """Return how many tokens to hold per kv head, (b,) int64, of rows that have seen `tokens` (b,); on the CPU.
+        """Return how many tokens rows that have seen `tokens` (b,) should hold per kv head, (b,) int64 on the CPU.
 
-        For methods that split one budget between what is held and what is read; a plan with such a method needs no
-        budget of its own, and has one that goes before. None: the method does not care what is held.
+        For methods that split one budget between holding and reading. A plan with such a method needs no budget; one
+        that it has takes precedence. None: the method sets no budget.
         """
         return None
 
     def read_on_fast_path(self, layer: int, parts: Sequence[Segment]) -> FastPathReading | None:
-        """Return what one new token reads, and does nothing else: what is carried stays as it is. None: more than that.
+        """Return what one decoded token reads, if reading is all that `attend` does for it; None: it does more.
 
-        Its attention is that of `segments` over what is read.
+        The attention is that of `segments` over what is read, and the carry does not change.
 
         Args:
             layer: 0-based among the layers that the plan compresses.
@@ -249,16 +249,16 @@ class Attention(Method, ABC):
         return None
 
     def prompt_pass(self) -> str | None:
-        """Return the name of what `attend` computes for a first prompt that is fed at once; None: something of its own.
+        """Return a name for how `attend` reads a first prompt that is fed at once; None: as no other method does.
 
-        Methods of one name give the same output and mass, bit for bit, and leave neither carry nor `tokens_read`. So
-        what a prompt leaves in one cache is what it leaves in another (`hf.run.kept_prompt`). A class that has an
-        `attend` of its own has to say it anew, see `shared_pass`.
+        Methods with the same name give the same output and mass, bit for bit, and neither carry nor `tokens_read`. So
+        caches under different plans can share one prefill (`hf.run.kept_prompt`). A class that overrides `attend` must
+        override this as well, see `shared_pass`.
         """
         return None
 
     def shared_pass(self) -> str | None:
-        """Return `prompt_pass` where the class that says it is not behind the one that computes `attend`."""
+        """Return `prompt_pass`; None if `attend` is overridden in a subclass of the class that defines it."""
         for kind in type(self).__mro__:
             if "prompt_pass" in vars(kind):
                 return self.prompt_pass()
@@ -271,11 +271,10 @@ class Attention(Method, ABC):
         """Return the attention of the new tokens over everything held."""
 
     def index(self, request: IndexRequest) -> Mapping[str, Tensor]:
-        """Return what `AttentionContext.carry` holds from now on, in place of what the last call left.
+        """Return what replaces `AttentionContext.carry`, such as an index over what is held.
 
-        Called when what is held has changed otherwise than by one more token: at the end of a forward of several
-        tokens, when all that it evicts and encodes is done, and of any that evicts. So an index over what is held is
-        in the ledger before the first token is decoded.
+        Called at the end of a forward of several tokens, after evicting and encoding, and of each forward that evicts.
+        So an index is in the ledger before the first token is decoded.
 
         Returns:
             Tensors of a storage of their own, batch rows first.
@@ -283,16 +282,16 @@ class Attention(Method, ABC):
         return request.context.carry
 
     def flops(self, request: FlopsRequest) -> int | None:
-        """Return what one new token costs beyond logits and output of the tokens that it reads; None: not known.
+        """Count the operations of one decoded token beyond logits and output; None: not known.
 
-        Counted as in `Scorer.flops`, for all rows and kv heads of a layer. The reading itself, 2 * (d + dv) for each
-        query head and token read, is counted apart, from `Attended.tokens_read`; so is decoding, see
+        Counted as in `Scorer.flops`, for all rows and kv heads of a layer. Logits and output, 2 * (d + dv) for each
+        query head and token read, are counted elsewhere, from `Attended.tokens_read`; so is decoding of codes, see
         `Codec.decode_flops`.
         """
         return None
 
     def carried_bytes(self, request: CarryRequest) -> tuple[int, int]:
-        """Return bounds of the bytes of what one layer carries from call to call, as `AttentionContext.carry`.
+        """Return least and most bytes of one layer's `AttentionContext.carry`.
 
         For forecasts of a cache's size before any run. A method that carries tensors overrides this.
 

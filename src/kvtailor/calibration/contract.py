@@ -1,4 +1,4 @@
-"""What a calibrator gets and gives. A file of this folder or of one in it that holds one public dataclass made from
+"""What a calibrator gets and returns. A file of this folder or of one in it that holds one public dataclass made from
 `Calibrator` is the calibrator of its name, and the kind of file that methods name in `calibrates`.
 """
 
@@ -30,13 +30,13 @@ class Job:
 
     Attributes:
         subject: the model and its tokenizer.
-        passages: of the texts, each of `context` tokens, spread evenly over them; none where the kind reads no text.
+        passages: pieces of the texts, each of `context` tokens, spread evenly; none if the kind reads no text.
         context: tokens of a passage.
         count: how many passages the run takes.
-        state: random state of all that is drawn.
-        advance: called after each of `Calibrator.units`, with what runs.
-        draft: writes tensors to a file of the kind that lives as long as the run, and gives its path, so that a
-            calibrator can measure what it has made.
+        state: seed of all random numbers.
+        advance: called after each of `Calibrator.units`, with the name of what runs.
+        draft: writes tensors to a temporary file of the kind and returns its path, so that a calibrator can measure
+            what it has made.
     """
 
     subject: Subject
@@ -50,12 +50,12 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """What a calibrator gives.
+    """The result of a calibrator.
 
     Attributes:
         tensors: by name, stacked over the compressed layers.
-        facts: what it found out about them, JSON-able.
-        texts: what it made up itself and measured on, by name; the check for overlap covers them too.
+        facts: what was measured of them, JSON-able.
+        texts: texts that it made itself and measured on, by name; the check for overlap covers them too.
     """
 
     tensors: Mapping[str, Tensor]
@@ -69,8 +69,8 @@ class Calibrator(ABC):
     Attributes:
         summary: what it measures, in one line.
         reads_text: whether it needs texts at all.
-        tokens: of text that it uses by default.
-        context: tokens of a passage by default.
+        tokens: how many tokens of text it uses by default.
+        context: how many tokens a passage has by default.
     """
 
     summary: ClassVar[str]
@@ -80,11 +80,11 @@ class Calibrator(ABC):
 
     @abstractmethod
     def units(self, passages: int) -> int:
-        """Return how often `measure` calls `Job.advance` for so many passages."""
+        """Return how often `measure` calls `Job.advance` for `passages` passages."""
 
     @abstractmethod
     def measure(self, job: Job) -> Made:
-        """Run the model and measure; its parameters and its attention implementation stay as they are.
+        """Run the model and measure. The model's parameters and its attention implementation do not change.
 
         Raises:
             KvtailorError: it cannot be measured on this model or these texts.

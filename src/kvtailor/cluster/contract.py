@@ -1,4 +1,4 @@
-"""What an executor is: it runs calls with the resources that they declare, and tells what became of each.
+"""What an executor is: it runs calls with the resources that they declare, and returns the outcome of each.
 
 An executor knows functions, arguments, processors and memory. It knows nothing of models, tasks or records, so that
 the bench, and whatever else has many pieces of work, can run on it.
@@ -23,10 +23,10 @@ class Resources:
     """What a call takes while it runs.
 
     Attributes:
-        cpus: processors. In a worker, torch computes in so many threads (at least one), whatever the machine has.
-        gpus: accelerators; a part of one may be asked for, such as 0.5.
+        cpus: processors. In a worker torch computes with so many threads (at least one).
+        gpus: accelerators; fractions such as 0.5 are allowed.
         memory: bytes of the machine's memory; None: none is reserved.
-        exclusive: a machine to itself, because the call times or weighs something: no other call runs there meanwhile.
+        exclusive: no other call runs on the machine meanwhile, because this one measures time or memory.
     """
 
     cpus: float = 1.0
@@ -35,7 +35,7 @@ class Resources:
     exclusive: bool = False
 
     def __str__(self) -> str:
-        """In words, for the sentence of an error."""
+        """Describe them in words, for the sentence of an error."""
         words = [f"{self.cpus:g} CPU{'s' if self.cpus != 1 else ''}"]
         words += [f"{self.gpus:g} GPU{'s' if self.gpus != 1 else ''}"] if self.gpus else []
         words += [f"{self.memory} bytes of memory"] if self.memory else []
@@ -43,7 +43,7 @@ class Resources:
 
     @property
     def threads(self) -> int:
-        """How many threads torch computes in."""
+        """Return with how many threads torch computes."""
         return max(1, int(self.cpus))
 
 
@@ -52,11 +52,11 @@ class Call:
     """One piece of work.
 
     Attributes:
-        function: importable by its name in another process. It may be run again after it was begun, so running it
-            twice must give what running it once gives.
-        arguments: can be pickled. What many calls have in common goes through `Executor.share`.
+        function: importable by its name in another process. It may be started again after a failure, so running it
+            twice must have the same result as running it once.
+        arguments: can be pickled. Put what many calls have in common through `Executor.share`.
         resources: what it takes.
-        tag: of the caller; it comes back with the outcome and is not sent anywhere.
+        tag: any object of the caller; it is returned with the outcome and sent to no worker.
     """
 
     function: Callable[..., Any]
@@ -67,14 +67,14 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class CallOutcome:
-    """What became of a call.
+    """The result of a call, or why it has none.
 
     Attributes:
         call: the call.
         value: what the function returned; None where it failed.
         failure: why there is no value, one sentence; None where there is one.
-        machine: where it ended, a short name; None where that is not known, as of a call whose worker died.
-        attempts: how often it was begun.
+        machine: short name of the machine where it ended; None: not known, such as after the worker's death.
+        attempts: how often it was started.
     """
 
     call: Call
@@ -85,12 +85,12 @@ class CallOutcome:
 
 
 class Shared(ABC):
-    """A value that many calls have in common: it travels to a machine once."""
+    """A value that many calls have in common, sent to each machine once."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Equal for the same shared value in every process, and for no other one."""
+        """Return a name that is the same in every process, and different for every other shared value."""
 
     @abstractmethod
     def get(self) -> Any:
@@ -98,20 +98,20 @@ class Shared(ABC):
 
 
 class Executor(ABC):
-    """Runs calls. To be closed, as a context manager does: what has not ended by then is cancelled.
+    """Runs calls. Close it, or use it as a context manager; closing cancels calls that have not ended.
 
-    One thread submits and takes. Calls end in any order.
+    Only one thread may submit and take. Calls end in any order.
     """
 
     @property
     @abstractmethod
     def pending(self) -> int:
-        """How many calls were submitted whose outcomes have not been taken."""
+        """Return how many calls were submitted whose outcomes have not been taken."""
 
     @property
     @abstractmethod
     def has_room(self) -> bool:
-        """Whether another call would soon be begun; who submits beyond that only makes a queue longer."""
+        """Whether another call would start soon; submitting more only makes the queue longer."""
 
     @abstractmethod
     def share(self, value: Any) -> Shared:
@@ -119,13 +119,13 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, call: Call) -> None:
-        """Begin a call as soon as its resources are free."""
+        """Queue a call, which starts as soon as its resources are free."""
 
     @abstractmethod
     def take(self) -> CallOutcome:
-        """Return the next outcome, and wait for it.
+        """Wait for the next outcome and return it.
 
-        A call that failed is begun once more (`ATTEMPTS`), and only then is it an outcome with a failure.
+        A call that failed is started again, `ATTEMPTS` times in all, before its failure is returned.
 
         Raises:
             LookupError: no call is pending.
@@ -133,16 +133,16 @@ class Executor(ABC):
 
     @abstractmethod
     def on_each_machine(self, function: Callable[..., Any], *arguments: Any, gpus: float = 0.0) -> list[CallOutcome]:
-        """Return the outcomes of one call on each machine that takes calls now, beside whatever runs there.
+        """Run one call on each machine that takes calls now, beside whatever runs there, and return the outcomes.
 
         Args:
             function, arguments: see `Call`.
-            gpus: a small part of an accelerator, for a function that looks at one; machines without are left out.
+            gpus: fraction of an accelerator that the function needs; machines without one are left out.
         """
 
     @abstractmethod
     def why_not(self, resources: Resources) -> str | None:
-        """Return why no machine that is there now can run such a call, one sentence; None where one can."""
+        """Return why no machine of the cluster can run such a call, as one sentence; None if one can."""
 
     @abstractmethod
     def close(self) -> None:
@@ -158,10 +158,10 @@ class Executor(ABC):
 
 
 def failed_often(reasons: list[str]) -> str:
-    """Return the sentence of a call that failed as often as it may.
+    """Describe a call that failed at every attempt.
 
     Args:
-        reasons: one for each attempt, in their order.
+        reasons: one for each attempt, in order.
     """
     different = list(dict.fromkeys(reason.rstrip(".") for reason in reasons))
     return f"It failed {len(reasons)} times: {'; then: '.join(different)}."

@@ -24,7 +24,7 @@ Sides = Literal["both", "keys", "values"]
 
 @dataclass(frozen=True, kw_only=True)
 class CodecContext:
-    """What a codec gets of the layer whose tokens it stores.
+    """What a codec may know of the layer whose tokens it stores.
 
     Attributes:
         layer: 0-based among the layers that the plan compresses.
@@ -32,9 +32,9 @@ class CodecContext:
         rotation: the layer's rotary embedding; None where the codec does not need it, or where only its bytes are
             needed.
         heads: h, kv heads; None where it is not known yet.
-        evicts: tokens leave the layer, each head's for itself.
+        evicts: tokens are evicted from the layer, by each head on its own.
         calibration: the tensors of the plan's calibration files, stacked over the layers; None where it has none.
-        unrotated: keys come as they were before the rotary embedding.
+        unrotated: keys are handed over as they were before the rotary embedding.
         offset: the constant part of the layer's keys; None where it has none, or none is known.
         share: which of the model's kv heads this process holds; `heads` are these.
     """
@@ -53,8 +53,8 @@ class CodecContext:
 class Codec(Method, ABC):
     """One way to store tokens. A subclass is a frozen, keyword-only dataclass of its hyper-parameters.
 
-    `for_layer` is called once for each layer, and the codec that it gives encodes and restores this layer's tokens. All
-    else (`tail`, `block`, `lane_multiple`, `exact`) is the same for all layers but those that are given `plain`.
+    `for_layer` is called once for each layer, and the codec that it returns encodes and restores this layer's tokens.
+    `tail`, `block`, `lane_multiple` and `exact` are the same for all layers, except for those that get `plain`.
 
     Attributes:
         exact: decode(encode(x)) == x bit for bit.
@@ -69,17 +69,17 @@ class Codec(Method, ABC):
 
     @property
     def tail(self) -> int:
-        """The newest tokens that stay in full precision."""
+        """Return how many of the newest tokens stay in full precision."""
         return 0
 
     @property
     def block(self) -> int:
-        """Tokens that leave the tail together once there are `tail + block` of them (0: the tail is never encoded)."""
+        """Return how many tokens are encoded at once, when the tail has `tail + block`; 0: it is never encoded."""
         return 0
 
     @property
     def lane_multiple(self) -> int:
-        """Ragged lanes are cut to a multiple of this many slots (groups along time)."""
+        """Return of how many slots ragged lanes have a multiple (groups along time)."""
         return 1
 
     @property
@@ -89,16 +89,16 @@ class Codec(Method, ABC):
 
     @property
     def needs_offset(self) -> bool:
-        """Whether it asks for `CodecContext.offset`, which many models do not have."""
+        """Whether it uses `CodecContext.offset`, which many models do not have."""
         return False
 
     @property
     def bears_offset(self) -> bool:
-        """Whether one constant that is added to all keys of a head makes their codes hardly coarser.
+        """Whether its codes stay as precise where one constant is added to all keys of a head.
 
-        A model whose key projection has a bias adds such a constant, and it may be many times what keys differ by. A
-        code in few levels with one scale for a whole key spends them on the constant; one with a scale for each channel
-        does not. Plans with a codec that does not say True here are warned of on such a model.
+        A key projection with a bias adds such a constant, which may be many times as large as the keys' differences. A
+        code with one scale for a whole key spends its few levels on the constant; one with a scale for each channel
+        does not. On such a model a plan whose codec returns False draws a warning.
         """
         return self.exact
 
@@ -109,21 +109,21 @@ class Codec(Method, ABC):
 
     @property
     def table_layers(self) -> int | None:
-        """The number of layers that its tables are for; None: it serves any number."""
+        """Return for how many layers its tables are; None: for any number."""
         return None
 
     @property
     def ages(self) -> tuple[int, ...]:
-        """Ages in tokens at which what is stored is encoded anew, see `renewed`; none: it is encoded once."""
+        """Return the ages in tokens at which segments are encoded again, see `renewed`; none: never again."""
         return ()
 
     @property
     def needs(self) -> Needs:
-        """The evidence to gather for `seeing`: a window of queries, or none."""
+        """Return the evidence to gather for `seeing`: a window of queries, or none."""
         return Needs()
 
     def seeing(self, queries: Tensor, heads: int, valid: Tensor | None) -> Codec:
-        """Return this codec with the newest queries (b, q, w, d), of so many kv heads, if `needs` has a window.
+        """Return this codec with the newest queries (b, q, w, d) of `heads` kv heads; called if `needs` has a window.
 
         `valid` (b, w) bool is False for queries of padding; None: there are none.
         """
@@ -134,34 +134,33 @@ class Codec(Method, ABC):
         return self
 
     def one_sided(self, side: Sides, asked: str) -> Codec:
-        """Return this codec, and the codecs inside it, so that they code keys alone or values alone.
+        """Return this codec such that it, and the codecs inside it, encode only keys or only values.
 
-        A codec that keeps states as they are codes neither, and is its own; a codec with an argument `only` overrides
-        this.
+        A codec that keeps states as they are returns itself. A codec with an argument `only` overrides this.
 
         Args:
             side: "keys" or "values".
             asked: the name of the method that has this codec in `of`, for the error.
 
         Raises:
-            ValueError: that would leave it nothing to code.
+            ValueError: nothing would be left to encode.
         """
         if not self.exact:
             raise _nothing_to_code(self, side, asked)
         return self
 
     def in_blocks(self, tokens: int) -> Codec:
-        """Return this codec with blocks of so many tokens where it would leave all of them in the tail.
+        """Return this codec with blocks of `tokens` tokens, if its own `block` is 0.
 
-        Asked where segments live elsewhere and tails do not.
+        Called for plans that move segments to another tier, where no tail can be.
         """
         return self
 
     def layer_groups(self, layers: int) -> tuple[tuple[int, ...], ...]:
         """Group so many layers: those that are encoded at once, so that they may share what they store.
 
-        Groups of adjacent layers, ascending, each layer in one of them; here each alone. Layers of a group hold the
-        same tokens, and what leaves their tails waits for the last of them.
+        Groups are of adjacent layers, ascending, and each layer is in one of them; by default each is alone. Layers of
+        a group hold the same tokens, and are encoded when the last of them has its own.
         """
         return tuple((layer,) for layer in range(layers))
 
@@ -178,24 +177,24 @@ class Codec(Method, ABC):
 
     @abstractmethod
     def encode(self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None) -> Segment:
-        """Return keys (m, s, d) and values (m, s, dv) as a segment. Filler slots repeat a filled one of their lane.
+        """Encode keys (m, s, d) and values (m, s, dv). Unfilled slots of a lane repeat one of its tokens.
 
         Args:
             layout: which tokens these are.
-            keys, values: not to be changed.
+            keys, values: must not be changed.
             first: (b,) int64 column of each row's first real token, from which positions count; None: column 0.
 
         Raises:
-            CacheMisuse: NaN or infinity in a filled slot, which no code can hold.
+            CacheMisuse: a filled slot has NaN or infinity, which no code can hold.
         """
 
     def runs(self, tokens: int, youngest: int, *, whole: bool = False) -> Sequence[tuple[int, int]]:
-        """Cut tokens at consecutive columns, which are encoded at the same time, into segments along time.
+        """Split consecutive columns that are encoded at the same time into segments.
 
         Args:
             tokens: how many columns.
-            youngest: age of the last of them: how many tokens were seen after it.
-            whole: as few segments as can be.
+            youngest: age of the newest column: how many tokens were seen after it.
+            whole: return as few segments as possible.
 
         Returns:
             For each segment, the oldest first, how many columns it has and the age of the last of them.
@@ -209,15 +208,15 @@ class Codec(Method, ABC):
 
         Args:
             layout, keys, values, first: see `encode`.
-            newest: the last column of the run, whether its token is there or not.
-            seen: tokens seen, so that its age is seen - 1 - newest.
+            newest: the last column of the run, even if its token was evicted.
+            seen: tokens seen; the age of the last column is seen - 1 - newest.
         """
         return self.encode(layout, keys, values, first)
 
     def renewed(self, segment: Segment, seen: int, first: Tensor | None = None) -> Segment:
-        """Return a segment as it is to be stored after so many tokens; the same object where nothing is due.
+        """Encode a segment again if its age asks for it; else return the same object.
 
-        Where it is encoded anew, that is from its codes: the layout, its lanes and its slots stay.
+        It is made from the codes, with the same layout, lanes and slots.
 
         Args:
             segment: of this codec; others stay as they are.
@@ -238,19 +237,19 @@ class Codec(Method, ABC):
         return [self.encode(layout, keys, values, first) for keys, values in states]
 
     def joined(self, segments: Sequence[Segment]) -> Sequence[Segment]:
-        """Return the segments of a group of layers after the same rows or tokens were taken of each.
+        """Return the segments of a group of layers, sharing again what they shared before.
 
-        What they shared before exists once for each of them then, and once for all of them in what this gives.
+        Picking rows or tokens of each layer has given each its own copy of that.
         """
         return segments
 
     @abstractmethod
     def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Segment:
-        """Return a segment of a saved cache, as `encode` made it, from its layout and what `Segment.state` gave."""
+        """Make a segment of a saved cache again from its layout and what `Segment.state` returned."""
 
     @abstractmethod
     def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
-        """Return the bytes of one encoded token of one kv head in closed form, scales included, layout and tail not.
+        """Return the bytes of one encoded token of one kv head in closed form, scales included, layout excluded.
 
         Args:
             key_size, value_size: d and dv.
@@ -258,23 +257,23 @@ class Codec(Method, ABC):
         """
 
     def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
-        """Count what encoding these tokens of one kv head computes, as `Scorer.flops` counts; None: not known.
+        """Count the operations of encoding tokens of one kv head, as `Scorer.flops` counts; None: not known.
 
         Args:
-            tokens: that are encoded at once.
+            tokens: how many are encoded at once.
             key_size, value_size: d and dv.
         """
         return None
 
     def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
-        """Count what decoding these tokens of one kv head computes, as `encode_flops`."""
+        """Count the operations of decoding tokens of one kv head; see `encode_flops`."""
         return None
 
     def read_flops(self, *, tokens: int, queries: int, key_size: int, value_size: int) -> int | None:
-        """Count what a few new queries of one kv head compute to read these tokens, beyond attention itself.
+        """Count the operations by which few queries of one kv head read encoded tokens, attention itself excluded.
 
-        By default each token is decoded. Where one linear map leads back from what is stored, queries and sums are
-        mapped in its place, see `Segment` and `ops.segments.sides`.
+        By default each token is decoded. If one linear map decodes all tokens, queries and sums are mapped instead; see
+        `Segment` and `ops.segments.sides`.
 
         Args:
             tokens, key_size, value_size: as of `encode_flops`.
@@ -285,7 +284,7 @@ class Codec(Method, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Around(Method):
-    """A base of codecs that change states and hand them to another codec. It stands before `Codec` among the bases.
+    """A base of codecs that change states and hand them to another codec; name it before `Codec` among the bases.
 
     Attributes:
         of: the other codec.
@@ -302,11 +301,11 @@ class Around(Method):
         return self.of.block
 
     def one_sided(self, side: Sides, asked: str) -> Self:
-        """Do as `Codec.one_sided`; what is changed before the inner codec stays as it is."""
+        """Return this codec around the one-sided inner codec; see `Codec.one_sided`."""
         return replace(self, of=self.of.one_sided(side, asked))
 
     def in_blocks(self, tokens: int) -> Self:
-        """Return the same around the inner codec in blocks: of this one's size, or of so many tokens."""
+        """Return this codec around the inner codec in blocks: of this one's size, or of `tokens`."""
         return replace(self, of=self.of.in_blocks(self.block or tokens))
 
     @property
@@ -337,7 +336,7 @@ class Around(Method):
 
 
 class TwoSided(ABC):
-    """A base of codecs that code keys and values apart. It stands before `Codec` among the bases.
+    """A base of codecs that encode keys and values separately; name it before `Codec` among the bases.
 
     Attributes:
         only: what is encoded; the other side stays as it is. A field of the codec.
@@ -374,7 +373,7 @@ class TwoSided(ABC):
         return self.only != "keys"
 
     def one_sided(self, side: Sides, asked: str) -> Codec:
-        """Do as `Codec.one_sided` says."""
+        """Return this codec with `only` set; see `Codec.one_sided`."""
         if self.only not in ("both", side):
             raise _nothing_to_code(self, side, asked)
         # Every method is a dataclass, which its contract cannot declare.
@@ -395,7 +394,7 @@ class TwoSided(ABC):
         )
 
     def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> PairSegment:
-        """Do as `Codec.restore` says."""
+        """Restore both sides; see `Codec.restore`."""
         return self.segment.from_state(layout, fields, tensors)
 
     def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:

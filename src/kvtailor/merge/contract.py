@@ -16,7 +16,7 @@ __all__ = ["Merged", "Merger"]
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """The kept tokens of each row and kv head in time order, as they are from now on.
+    """The new keys and values of the kept tokens of each row and kv head, in time order.
 
     Attributes:
         keys: (b, h, k, d) in the dtype of what was held, k the most that a head keeps; finite filler behind those of a
@@ -39,8 +39,8 @@ class Merger(Method, ABC):
     change.
 
     Attributes:
-        weighted: kept tokens get a weight in the softmax. The tokens of a tail have none, so those that stay in it
-            take nothing in, and every other kept token is stored with its weight.
+        weighted: kept tokens get a weight in the softmax. Tokens in the tail have no weight, so no other token is
+            merged into them; every other kept token is stored with its weight.
     """
 
     weighted: ClassVar[bool] = False
@@ -52,14 +52,14 @@ class Merger(Method, ABC):
 
     @abstractmethod
     def merge(self, held: Held, keep: Tensor, into: Tensor) -> Merged | None:
-        """Return what the kept tokens become, at a cut that drops at least one token.
+        """Return the kept tokens with dropped ones merged into them, at a cut that drops at least one token.
 
         Args:
-            held: what is held, as scorers see it. Tokens with `valid` False are padding and take no part. Of it `kept`
-                has how many tokens each head keeps.
+            held: what is held, as scorers see it. Tokens with `valid` False are padding and take no part. Its `kept`
+                says how many tokens each head keeps.
             keep: (b, h, n) bool, never where `held.valid` is False.
-            into: (b, h, n) bool, among those of `keep`: tokens that may take others in. The rest stay bit for bit as
-                they are, above all what a lossy codec has encoded, since a segment is never rewritten.
+            into: (b, h, n) bool, a subset of `keep`: tokens that others may be merged into. The rest do not change by a
+                bit, above all what a lossy codec has encoded, since a segment is never rewritten.
 
         Returns:
             The kept tokens; None: they stay as they are.

@@ -1,4 +1,4 @@
-"""The stage `score`: evidence -> one number for each (row, kv head, held token). Higher stays longer."""
+"""The stage `score`: evidence -> one number for each (row, kv head, held token). Tokens with higher ones are kept."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class Scorer(Method, ABC):
     heads (with their groups) permutes the result.
 
     A property of this class may be a class attribute of a method for which it is constant (`slack: ClassVar[int | None]
-    = 32`). A method that takes another method takes it from that one.
+    = 32`). A method around another method returns the other one's.
     """
 
     @property
     def scope(self) -> str:
-        """ "layer" where a layer may be scored as soon as it is done; "prompt" where it must wait for all."""
+        """Return "layer" if a layer can be scored once it has read the prompt; "prompt" if all must have."""
         return "layer"
 
     @property
     def slack(self) -> int | None:
-        """Tokens past the budget after which a decoding cache is cut back to it; None: never while it decodes.
+        """Return by how many tokens a decoding cache may exceed its budget before it is cut; None: it is never cut.
 
-        A plan's own `slack` goes before it.
+        A plan's own `slack` takes precedence.
         """
         return None
 
     @property
     def heads_alike(self) -> bool:
-        """False only for a control whose scores depend on a kv head's number, breaking the last promise above."""
+        """Whether the last promise above holds; False for a control whose scores depend on a kv head's number."""
         return True
 
     @property
@@ -48,30 +48,30 @@ class Scorer(Method, ABC):
 
     @property
     def needs(self) -> Needs:
-        """The evidence to gather for this scorer."""
+        """Return the evidence to gather for this scorer."""
         return Needs()
 
     @property
     def recent(self) -> int:
-        """The newest tokens that every head keeps whatever their score (an observation window)."""
+        """Return how many of the newest tokens every head keeps, whatever their score (an observation window)."""
         return 0
 
     @property
     def first_kept(self) -> int | None:
-        """How many of a row's first tokens outrank all others, where these rank by age, the newest highest.
+        """Return how many of a row's first tokens outrank all others, if the others rank by age, the newest highest.
 
-        None: scores depend on more than ages.
+        None: scores depend on more than age.
         """
         return None
 
     def newest_kept(self, kept: int) -> int:
-        """Return how many of the newest tokens are certainly among the `kept` best of a head."""
+        """Return how many of the newest tokens are sure to be among the `kept` best of a head."""
         return min(self.recent, kept)
 
     def note(self, held: Held) -> Tensor:
-        """Return numbers about each held token that the next eviction will need; for scorers whose `needs` have notes.
+        """Return numbers about each held token for the next eviction; called only if `needs.notes` is above 0.
 
-        It is asked before `score`, which finds it as `held.noted`; that of the eviction before is `held.previous`.
+        Called before `score`, which gets the result as `held.noted`, and the previous eviction's as `held.previous`.
 
         Returns:
             (b, h, needs.notes, n) float32, NaN for what is not known.
@@ -83,7 +83,7 @@ class Scorer(Method, ABC):
         """Return (b, h, n) float32 scores; finite wherever `held.valid`, anything elsewhere."""
 
     def attention_scale(self, held: Held, *, group: int) -> Tensor | None:
-        """Return what divides a row's scores so that they are one query's attention probabilities; None: nothing does.
+        """Return how many times one query's attention probabilities scores are; None: they are no such probabilities.
 
         A sum over w queries and g query heads has the scale w * g, a mean has 1. Published constants that stand beside
         an attention probability, as the epsilon of `critical`, are multiplied by it. Tokens that a scorer lifts above

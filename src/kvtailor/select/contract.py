@@ -16,10 +16,9 @@ class Selector(Method, ABC):
     """One way to turn scores into a kept set. A subclass is a frozen, keyword-only dataclass.
 
     Attributes:
-        exact: False where a budget is a bound only and fewer tokens may stay: it is then called at every cut, even
-            where all tokens fit the budget.
-        takes_best: each head keeps its highest scores and nothing else decides, so that what a scorer knows of the
-            tokens that will stay (`Scorer.newest_kept`) is true.
+        exact: as many tokens stay as the budget says. False: fewer may stay, so the method is called at every cut,
+            even if all tokens fit the budget.
+        takes_best: each head keeps its highest scores and nothing else decides, so that `Scorer.newest_kept` holds.
     """
 
     exact: ClassVar[bool] = True

@@ -1,11 +1,11 @@
-"""The stage `speculate`: what drafts, how drafts are judged, and how many tokens are drafted at once.
+"""The stage `speculate`: what drafts tokens, how they are judged, and how many are drafted at once.
 
 Shape letters are those of `types`; `k` is the number of drafted tokens and `v` the size of the vocabulary. `ids` (b, n)
-are all columns of the text, padding included. Their last column was chosen but not read by any model yet, so a reader
-has seen at most n - 1.
+are all columns of the text, padding included. No model has read the last column yet, so a reader has seen at most
+n - 1.
 
-The rows of a batch go in step: what is taken of a round is what the row with the shortest accepted run takes. The
-others take accepted tokens alone, which are as good as any, and draft anew what they had beyond.
+All rows of a batch advance by the same number of tokens in a round, that of the row with the shortest accepted run.
+The tokens that other rows had accepted beyond it are drafted again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Reader(Protocol):
 
     @property
     def seen(self) -> int:
-        """Columns read."""
+        """Return how many columns were read."""
         ...
 
     def read(self, tokens: Tensor, keep: int) -> Tensor:
@@ -32,7 +32,7 @@ class Reader(Protocol):
         ...
 
     def retract(self, length: int) -> None:
-        """Forget what was read beyond so many columns, which must have come since `settle`."""
+        """Forget what was read beyond the first `length` columns; only what came after `settle` can be forgotten."""
         ...
 
     def settle(self) -> None:
@@ -40,17 +40,17 @@ class Reader(Protocol):
         ...
 
     def tokens_until_action(self) -> int | None:
-        """Return how many tokens, read at once, are read as they would be one by one; None: any number."""
+        """Return how many tokens can be read at once with the same result as one by one; None: any number."""
         ...
 
     def wait(self) -> None:
-        """Return when the device has finished its work, so that times are right."""
+        """Wait until the device has finished its work, so that measured times are right."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Drafted tokens (b, k), and the draft's prediction for each, as its rule keeps it (b, k, ...)."""
+    """Drafted tokens (b, k), and the draft's prediction for each in its rule's form (b, k, ...)."""
 
     tokens: Tensor
     prediction: Tensor
@@ -58,7 +58,7 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """What became of a proposal: (b,) int64 how many tokens were accepted, and (b,) the token that follows them."""
+    """The verdict on a proposal: (b,) int64 how many tokens were accepted, and (b,) the token that follows them."""
 
     accepted: Tensor
     following: Tensor
@@ -69,15 +69,15 @@ class Rule(ABC):
 
     @abstractmethod
     def prediction(self, logits: Tensor) -> Tensor:
-        """Return what is kept of logits (..., v) until a token is judged."""
+        """Return what of logits (..., v) is needed to judge a token, in the rule's own form."""
 
     @abstractmethod
     def pick(self, prediction: Tensor) -> Tensor:
-        """Return a token for each, (...) int64."""
+        """Choose a token by each prediction, (...) int64."""
 
     @abstractmethod
     def judge(self, target: Tensor, proposal: Proposal) -> Acceptance:
-        """Accept a run of drafted tokens from the first on, so that what is emitted is distributed as the target's.
+        """Accept the first drafted tokens, as many as keep the emitted text distributed as the target's own.
 
         Args:
             target: (b, k + 1, ...) the target's prediction at each drafted token's place, and after all of them.
@@ -86,15 +86,15 @@ class Rule(ABC):
 
 
 class Draft(ABC):
-    """A source of drafted tokens. It has a state: what it has read."""
+    """A source of drafted tokens, which remembers what it has read."""
 
     @abstractmethod
     def propose(self, ids: Tensor, count: int) -> Proposal:
-        """Draft one to `count` tokens that follow the columns `ids`, each drawn from its prediction."""
+        """Draft 1 to `count` tokens that follow the columns `ids`, each drawn from the draft's prediction."""
 
     @abstractmethod
     def retract(self, length: int) -> None:
-        """Forget what was read beyond the first so many columns, which were right."""
+        """Forget what was read beyond the first `length` columns."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -103,13 +103,13 @@ class Draft(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class RunCosts:
-    """What a run has measured so far; costs in seconds, None where nothing was measured yet.
+    """Costs of a run so far, in seconds; None: not measured yet.
 
     Attributes:
-        plain: a token of plain decoding.
-        draft: a drafted token.
-        verify: a verification, all included.
-        verified: drafted tokens of such a verification, on average.
+        plain: of a token of plain decoding.
+        draft: of a drafted token.
+        verify: of a whole verification.
+        verified: mean number of drafted tokens in a verification.
         acceptance: share of drafted tokens that were accepted, counted up to the first rejection.
     """
 
@@ -120,10 +120,10 @@ class RunCosts:
     acceptance: float | None = None
 
     def gain(self, count: int) -> float | None:
-        """Return the speed over plain decoding with so many drafted tokens at once; None where a cost is not known.
+        """Return the speed relative to plain decoding with `count` drafted tokens at once; None: a cost is not known.
 
-        A run of geometrically distributed length: (1 - a^(k+1)) / (1 - a) tokens for k drafts and a verification,
-        whose cost grows linearly from that of a plain token.
+        The accepted run is taken to be geometrically distributed: (1 - a^(k+1)) / (1 - a) tokens for k drafts and a
+        verification, whose cost grows linearly from that of a plain token.
         """
         if self.plain is None or self.draft is None or self.verify is None or self.acceptance is None:
             return None

@@ -64,9 +64,9 @@ class Decoding:
         self._stale = self._told = 0
 
     def run(self, ids: Tensor, first: Tensor, count: int) -> Tensor:
-        """The columns `ids` (b, n) of the prompt, and `count` or fewer tokens after them, of which `first` (b,) is one.
+        """Return the prompt's columns `ids` (b, n) and at most `count` tokens after them, the first being `first` (b,).
 
-        It stops after the token with which the last row ends.
+        The run stops at the token with which the last row ends.
         """
         self.live = torch.ones(ids.shape[0], dtype=torch.bool, device=ids.device)
         ids = self._taken(ids, first[:, None])
@@ -125,7 +125,7 @@ class Decoding:
         return ids
 
     def _taken(self, ids: Tensor, tokens: Tensor) -> Tensor:
-        """The text with new tokens (b, t), as far as any row still goes on."""
+        """Append new tokens (b, t) to the text, up to the token with which the last row ends."""
         ends = torch.isin(tokens, self.eos.to(tokens.device)) & self.live[:, None]
         ended = ends.to(torch.int64).cumsum(1)
         over = (ended - ends.to(torch.int64) > 0) | ~self.live[:, None]

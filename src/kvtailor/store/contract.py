@@ -27,14 +27,14 @@ Restore = Callable[[str, Layout, Mapping[str, object], Mapping[str, Tensor]], Se
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What has moved since a cache was made.
+    """Counts of what has moved between tiers since a cache was made.
 
     Attributes:
-        hits: readings of a layer (or of layers that are encoded together) all of whose segments were resident.
-        misses: readings for which something had to come from the tier.
-        bytes_read: that came from the tier, as many as lie there.
-        bytes_written: that went there, likewise.
-        seconds_waited: that the computation waited for what came.
+        hits: how often a layer (or layers that are encoded together) was read with all of its segments resident.
+        misses: how often something had to be fetched from the tier.
+        bytes_read: bytes fetched from the tier, in the form in which they lie there.
+        bytes_written: bytes written to it, likewise.
+        seconds_waited: how long the computation waited for what was fetched.
     """
 
     hits: int = 0
@@ -78,7 +78,7 @@ class Placed(Segment):
 
 
 class OffloadStore(ABC):
-    """The segments of one cache."""
+    """Holds the segments of one cache, and moves them between tiers."""
 
     @abstractmethod
     def get(self, layer: int, segments: Sequence[Segment], restore: Restore) -> list[Segment]:
@@ -86,8 +86,8 @@ class OffloadStore(ABC):
 
         Args:
             layer: 0-based among the layers that the plan compresses.
-            segments: as the layer keeps them; those that are not `Placed` come back as they are.
-            restore: makes a segment of its codec's name, its layout, and its `Segment.state()`.
+            segments: as the layer keeps them; those that are not `Placed` are returned as they are.
+            restore: makes a segment from its codec's name, its layout, and its `Segment.state()`.
 
         Raises:
             TierError: the tier cannot give one back as it was.
@@ -95,35 +95,35 @@ class OffloadStore(ABC):
 
     @abstractmethod
     def put(self, layers: Sequence[int], held: Sequence[list[Segment]]) -> list[list[Segment]]:
-        """Take all segments of layers that are encoded together (or of one), and return what the layers keep of them.
+        """Take all segments of layers that are encoded together (or of one), and return what the layers keep instead.
 
-        What was held for these layers before and is not among these is forgotten.
+        Segments of these layers that were held before and are not among these are forgotten.
 
         Raises:
-            TierError: the tier cannot take them; nothing is lost then.
+            TierError: the tier cannot take them; no segment is lost.
         """
 
     @abstractmethod
     def prefetch(self, layer: int) -> None:
-        """Begin to fetch what will be read after a layer."""
+        """Begin to fetch the segments that are read after those of a layer."""
 
     @abstractmethod
     def rest(self) -> None:
-        """End of reading: what does not stay on the device leaves it."""
+        """End the reading: let leave the device what is not resident."""
 
     def keep(self, layer: int, segments: Sequence[Segment]) -> None:  # noqa: B027
-        """Keep segments of a layer readable, whatever is put away meanwhile. An empty sequence ends this."""
+        """Keep segments of a layer readable, even if others are put in their place. An empty sequence ends this."""
 
     def entries(self, layer: int) -> list[Entry]:
         """Return what the ledger lists for a layer's `Placed` segments, their layouts left out."""
         return []
 
     def device_bytes(self) -> int:
-        """Return the bytes on the device of what is `Placed`, and of what is on its way there."""
+        """Return the bytes that `Placed` segments take on the device, those on their way there included."""
         return 0
 
     def stays(self, sizes: Sequence[int]) -> frozenset[int]:
-        """Return which of the groups would stay on the device all the time, if they took these bytes."""
+        """Return which groups would always stay on the device, if each took as many bytes as `sizes` says."""
         return frozenset(range(len(sizes)))
 
     def traffic(self) -> Traffic:
@@ -146,26 +146,26 @@ class Placement(Method, ABC):
 
     @property
     def limit(self) -> int | None:
-        """Bytes that a cache may take on the device; None: as many as there are."""
+        """Return how many bytes a cache may take on the device; None: no limit."""
         return None
 
     @property
     def block(self) -> int:
-        """Tokens that leave a full-precision tail together where the plan names no codec (0: they stay)."""
+        """Return how many tokens leave a full-precision tail at once, if the plan names no codec; 0: none leave."""
         return 0
 
     @property
     def makes_smaller(self) -> bool:
-        """Whether what lies elsewhere takes fewer bytes than its codec's, as many as its content lets it."""
+        """Whether segments on the tier take fewer bytes than in memory, how many fewer depends on their content."""
         return False
 
     @property
     def is_memory(self) -> bool:
-        """Whether it is the memory of the device and no more: nothing moves, and nothing is limited."""
+        """Whether all segments stay in the device's memory, without a limit."""
         return not self.moves and not self.block and self.limit is None
 
     def refusal(self, device: torch.device) -> str | None:
-        """Return why a model on a device cannot be served, a sentence that begins with the method's name, or None."""
+        """Return why models on a device are not supported, a sentence that begins with the method's name, or None."""
         return None
 
     @abstractmethod

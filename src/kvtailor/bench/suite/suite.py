@@ -28,8 +28,8 @@ that ranks the rows of all tables at equal bytes; `Leaderboard` has its keys.
 `{scorers}`, `{allocators}` and `{evicting}` (presets) are lists of all that are there, as a plan writes them. A cell
 takes its keys from its column and its row (the row goes before): `plan`, `task`, `value`, and where it compares `shows`
 ("ratio", or "change" in per cent) and `against` (a plan; 'full' where it is not given). For `value` see
-`bench.suite.cells.Cell.measure`. Other keys of a row are variables. One run measures every task once, for the plans of
-the cells that show it.
+`bench.suite.cells.SuiteCell.measure`. Other keys of a row are variables. One run measures every task once, for the
+plans of the cells that show it.
 
 Below `[leaderboard]` stand the budgets at which plans are ranked, and when a task says nothing:
 
