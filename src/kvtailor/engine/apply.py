@@ -1,14 +1,13 @@
-"""How what an eviction decides becomes what a layer holds: the tail itself, or segments and the recent window.
+"""Applying what an eviction decides: what a layer holds afterwards, as a tail alone, or as segments and a tail.
 
-A kept set: `compute_contents` works out what it makes of a layer; `apply_contents` puts that in place.
+By a kept set: `compute_contents` computes what a layer holds afterwards; `apply_contents` lets the layer hold it.
 
-The tail: `encode_tail` makes encoded segments of its oldest tokens, when nothing else moves them, and ages those.
+By encoding: `encode_tail` encodes the oldest tokens of the tail, and encodes segments again that have grown old.
 
-Ages alone: `drop_middle` drops the tokens behind a decoding layer's first ones, where they lie. Where a score ranks all
-tokens but the first by age, all rows and heads of a layer drop the same slots of the tail: no score has to be made, no
-kept set has to be found, and no token that stays has to move but the few in front. Beside a codec the oldest segment
-behind the first tokens loses its first slots, and the tail is encoded when it is a block. What is held is what
-`engine.evict` would leave, token for token.
+By age: `drop_middle` drops tokens behind a decoding layer's first ones in place. If a score ranks all tokens but the
+first by age, all rows and heads of a layer drop the same slots of the tail. Then no score and no kept set is computed,
+and only the few tokens in front move. With a codec, the oldest segment behind the first tokens loses its first slots,
+and the tail is encoded when it has a block. The layer then holds the same tokens as after `engine.evict`.
 """
 
 from __future__ import annotations
@@ -68,13 +67,13 @@ _Seen = TypeVar("_Seen", Held, Merged)
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCounts:
-    """Numbers of tokens of a layer's rows and heads, of this process, which the host knows at an eviction.
+    """How many tokens the rows and heads of a layer on this process hold before and after an eviction.
 
     Attributes:
         before: (b, h) int64 on the CPU: held before it.
-        kept: (b, h) int64 on the CPU: kept.
-        newest: so many of the newest columns, if they were held, are kept by every head, as the scorer knows.
-        sure: every head held the newest columns that must stay, and its selector promised to keep them. Where it broke
+        kept: (b, h) int64 on the CPU: held after it.
+        newest: how many of the newest columns every head keeps, as far as it holds them, by what the scorer says.
+        sure: every head held the newest columns that must stay, and the selector promises to keep them. If it breaks
             that promise, the cache raises an error before anything is read again.
     """
 
@@ -90,12 +89,12 @@ class LayerContents:
 
     Attributes:
         segments: in time order.
-        tail: what the tail becomes as a whole; None: its newest `recent` tokens stay in it, and the others leave.
-        recent: so many of the newest columns are held by every row and head, in the tail.
-        waits: these are all of the tail, which stays as it is until they are a block, free slots included.
+        tail: replaces the whole tail; None: the newest `recent` tokens of the tail stay, and the others leave it.
+        recent: how many of the newest columns every row and head holds in the tail.
+        waits: the tail stays as it is, free slots included, until it has a block.
         run, anchor: see `Tail`, of a tail that is replaced.
-        rewritten: keys (b * h, recent, d) and values (b * h, recent, dv) in place of those of the tail that stay; None
-            where they are as they were.
+        rewritten: keys (b * h, recent, d) and values (b * h, recent, dv) that replace those that stay in the tail;
+            None: they do not change.
         mass: (m, s) float32 attention mass of each part that is held now, in time order; None where none is gathered.
     """
 
@@ -120,24 +119,23 @@ def compute_contents(
     encoding: bool = True,
     counts: HeadCounts | None = None,
 ) -> LayerContents:
-    """Return what a layer holds once only a kept set stays, with what the plan's merger folds into it.
+    """Compute what a layer holds after an eviction: the kept set, with dropped tokens merged into it.
 
     Args:
-        state: of the layer; nothing of it changes.
-        plan: whose codec stores what leaves the tail.
-        view: what `view_held` shows: the padded rows that were scored, and for each part the index of its slots along
-            them.
+        state: of the layer; it does not change.
+        plan: its codec stores what leaves the tail.
+        view: what `view_held` returned: the padded rows that were scored, and for each part the index of its slots
+            along them.
         keep: (b, h, n) bool.
-        most: how many a head keeps at most.
+        most: how many tokens a head keeps at most.
         recent: the newest tokens that stay in every row and head.
-        encoding: False where the layer will be cut again in the same eviction: then what is not encoded yet waits as it
-            is, so that it is encoded once, for what stays in the end. A layer that is encoded together with others
-            waits for the last of them in any case.
-        counts: how many tokens that leaves; None: they are counted here, and waited for.
+        encoding: False if the same eviction will cut the layer again: tokens that are not encoded yet then stay so, and
+            are encoded once, after the last cut. Layers that are encoded together wait for the last of them anyway.
+        counts: how many tokens stay; None: they are counted here, and the host waits for the device.
 
     Raises:
-        CacheMisuse: what was folded gives NaN or infinity.
-        MethodError: the merger or the codec returns something else than its contract promises.
+        CacheMisuse: merging gives NaN or infinity.
+        MethodError: the merger or the codec breaks its contract.
     """
     held, slots = view
     codec = state.codec(plan)
@@ -205,7 +203,7 @@ def _as_tail(
     recent: int,
     counts: HeadCounts,
 ) -> LayerContents:
-    """Return contents that lie in the tail alone: as many tokens in each head, in the lanes of `cut`."""
+    """Return contents that are a tail alone, in the lanes of `cut`: every head keeps the same number of tokens."""
     before = state.stored.tail
     known = min(counts.newest, (before.run or 0) if before else 0)
     return LayerContents(
@@ -220,12 +218,12 @@ def _as_tail(
 def apply_contents(
     state: LayerState, plan: Plan, kept: LayerContents, *, first: Tensor | None, encoding: bool = True
 ) -> None:
-    """Let a layer hold what `compute_contents` found; the layers that share segments with it join them again.
+    """Let a layer hold what `compute_contents` returned, and join the segments that layers share.
 
     Args:
         state: of the layer.
         plan: see `compute_contents`.
-        kept: what it holds from now on.
+        kept: what `compute_contents` returned.
         first: (b,) column of each row's first real token.
         encoding: see `compute_contents`.
 
@@ -257,10 +255,10 @@ def has_unencoded(state: LayerState, plan: Plan) -> bool:
 
 
 def _mark_first(plan: Plan, held: Held) -> Tensor | None:
-    """Return the first tokens (b, h, n) bool of each row where they become a segment of their own; else None.
+    """Return the first tokens (b, h, n) bool of each row if they become a segment of their own; else None.
 
-    They do where the attention turns their keys, by what is missing behind them, and those of no others. And where what
-    is behind them goes by age, from codes that hold both.
+    They do if the attention turns only their keys, by the number of tokens missing behind them; and if tokens behind
+    them are dropped by age from codes that hold both.
     """
     first = None if plan.score is None else plan.score.first_kept
     if not first or not (plan.attend.in_cache_positions or count_first_tokens(plan) is not None):
@@ -271,7 +269,7 @@ def _mark_first(plan: Plan, held: Held) -> Tensor | None:
 def _split_runs(
     runs: Sequence[tuple[Tensor, Tensor, int]], front: Tensor | None
 ) -> Sequence[tuple[Tensor, Tensor, int]]:
-    """Return runs as `_make_runs` gives them, the tokens `front` (b, h, n) bool in runs of their own."""
+    """Split runs of `_make_runs` so that the tokens `front` (b, h, n) bool have runs of their own."""
     if front is None:
         return runs
     # (runs, b, h) in one transfer.
@@ -285,10 +283,10 @@ def _split_runs(
 def _move_codes(
     state: LayerState, plan: Plan, held: Held, slots: Sequence[Tensor], old: Tensor, front: Tensor | None
 ) -> tuple[Tensor, list[tuple[Cut, Segment]]]:
-    """Return what is still to be encoded of `old` (b, h, n) bool, and the encoded segments that stay, with their cuts.
+    """Return the tokens of `old` (b, h, n) bool that are not encoded yet, and the encoded segments with their cuts.
 
-    What is encoded moves as codes and is never encoded again. What waits for its encoding, and what is in the tail, is
-    left for the codec.
+    Codes are moved and never encoded again. Tokens in the tail, and those that wait to be encoded, are left to the
+    codec.
     """
     codec = state.codec(plan)
     # fresh (b, h, n) bool.
@@ -340,12 +338,12 @@ class _Codes(NamedTuple):
 
 
 def _move_together(run: Sequence[tuple[_Codes, Tensor]], multiple: int, held: Held) -> list[tuple[Cut, Segment]]:
-    """Return what stays of segments that follow each other, with its cuts: in one where their encoding allows it.
+    """Return what stays of adjacent segments, with its cuts, joined into one segment if their encoding allows it.
 
-    A segment of which each eviction leaves fewer tokens would else be there for as long as one of them is.
+    Otherwise a segment would exist as long as one of its tokens, and evictions would leave many small ones.
 
     Args:
-        run: the tokens, and how many of each row and head (b, h) int64 on the CPU.
+        run: the tokens, and their number for each row and head, (b, h) int64 on the CPU.
         multiple: see `cut_lanes`.
         held: of the layer.
     """
@@ -374,10 +372,10 @@ def _move_together(run: Sequence[tuple[_Codes, Tensor]], multiple: int, held: He
 
 
 def _waiting_rows(state: LayerState, plan: Plan, leaving: Tensor) -> Tensor:
-    """Return (b,) bool on the CPU: rows of which what is not encoded yet waits until there is more of it.
+    """Return (b,) bool on the CPU: the rows whose tokens that are not encoded yet wait until there are more.
 
-    A plan that evicts at each decoded token would else encode each token alone, and have a segment for each. A row
-    waits for itself alone, so that it is encoded as it would be without the others.
+    Otherwise a plan that evicts at each decoded token would make a segment for each. A row does not wait for other
+    rows, so that it is encoded as it would be alone.
 
     Args:
         state, plan: see `compute_contents`.
@@ -389,8 +387,10 @@ def _waiting_rows(state: LayerState, plan: Plan, leaving: Tensor) -> Tensor:
 
 
 def _waits(state: LayerState, plan: Plan, counts: HeadCounts) -> bool:
-    """Return whether all of the tail stays in it, since it is no block yet: where the host knows that every head keeps
-    all of it, and nothing older waits."""
+    """Return whether the tail stays as it is, because it has no block yet.
+
+    The host must know that every head keeps all of it, and no older token may wait to be encoded.
+    """
     block, tail = count_waiting_in_tail(plan, state.codec(plan)), state.stored.tail
     assert tail is not None
     if not 0 < tail.length < block or not state.clock.decoding or state.layer_group or has_unencoded(state, plan):
@@ -399,7 +399,7 @@ def _waits(state: LayerState, plan: Plan, counts: HeadCounts) -> bool:
 
 
 def _of_rows(rows: Tensor, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens (b, h, n) bool and their counts (b, h) on the CPU without those of other rows than these (b,)."""
+    """Return tokens (b, h, n) bool and their counts (b, h) on the CPU, of the rows (b,) bool alone."""
     if bool(rows.all()):
         return tokens, counts
     return tokens & send(rows, tokens.device)[:, None, None], counts * rows[:, None]
@@ -408,9 +408,9 @@ def _of_rows(rows: Tensor, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tens
 def _make_runs(
     state: LayerState, plan: Plan, held: Held, old: Tensor, leaving: Tensor, recent: int
 ) -> list[tuple[Tensor, Tensor, int]]:
-    """Return the tokens `old` (b, h, n) bool, `leaving` (b, h) of each head, as the codec cuts them along time.
+    """Split the tokens `old` (b, h, n) bool, `leaving` (b, h) of each head, along time as the codec asks.
 
-    Each run comes with the number of each head, and with its last column. The newest `recent` columns are in none.
+    Each run has its number of tokens for each head, and its last column. The newest `recent` columns are in none.
     """
     codec, seen = state.codec(plan), state.stored.seen
     if not codec.ages or seen == recent:
@@ -432,7 +432,7 @@ def _encode(state: LayerState, plan: Plan, held: Held, plain: PlainSegment, newe
 def _merge(
     state: LayerState, plan: Plan, held: Held, slots: Sequence[Tensor], keep: Tensor, recent: int, most: int
 ) -> Merged | None:
-    """Return what the plan's merger makes of the kept tokens, `most` in a head; None where they stay as they are.
+    """Return what the plan's merger makes of the kept tokens, at most `most` of a head; None: no change.
 
     At least one token is not kept.
     """
@@ -458,7 +458,7 @@ def _merge(
 
 
 def _check_merged(merge: Merger, merged: object, held: Held, most: int) -> None:
-    """Raise `MethodError` where a merger returns something else than the kept tokens, `most` of each head."""
+    """Raise `MethodError` unless a merger returned the kept tokens, at most `most` of each head."""
     if not isinstance(merged, Merged):
         raise contract_error(merge, f"returned a {type(merged).__name__}, where Merged or None is due")
     for name, found, like in (("keys", merged.keys, held.keys), ("values", merged.values, held.values)):
@@ -472,7 +472,7 @@ def _check_merged(merge: Merger, merged: object, held: Held, most: int) -> None:
 
 
 def _mark_codes(state: LayerState, plan: Plan, slots: Sequence[Tensor], keep: Tensor) -> Tensor:
-    """Return (b, h, n) bool: kept tokens of which there is only a lossy code, where the codec is one."""
+    """Return (b, h, n) bool: the kept tokens of which only a lossy code is left."""
     codec = state.codec(plan)
     found = torch.zeros_like(keep)
     for segment, slot in zip(state.here(), slots, strict=False):
@@ -497,13 +497,13 @@ def _gather(state: LayerState, held: Held, keep: Tensor, merged: Merged | None, 
 
 
 def _split_latents(seen: _Seen) -> _Seen:
-    """Return the same with latents in the place of keys and rotated keys in that of values."""
+    """Return a copy with latents as keys and rotated keys as values."""
     keys, values = parted(seen.keys, seen.values)
     return replace(seen, keys=keys, values=values)
 
 
 def _add_weights(segment: Segment, held: Held, keep: Tensor, merged: Merged | None, cut: Cut) -> Segment:
-    """Return the segment of a cut with the weights of its tokens, where any token of the layer has one."""
+    """Return the segment of a cut with the weights of its tokens, if any token of the layer has one."""
     weights, index = held.log_weight, cut.index
     if merged is not None and merged.log_weight is not None:
         # The same change of index as in `_gather`.
@@ -515,10 +515,10 @@ def _add_weights(segment: Segment, held: Held, keep: Tensor, merged: Merged | No
 
 
 def _common_recent(state: LayerState, held: Held, keep: Tensor, recent: int, promised: Selector | None) -> int:
-    """Return how many of the newest columns can stay a tail: the recent window if every row and head keeps all of it.
+    """Return how many of the newest columns can stay in the tail: `recent` if every row and head keeps them, else 0.
 
-    A tail holds the same columns for all heads. Where one head drops any of them, all that is kept goes into segments.
-    Where a selector has `promised` that all keep them (see `HeadCounts`), the host does not wait to see it.
+    A tail holds the same columns for all heads. If one head drops any of them, all kept tokens go into segments. If a
+    selector has `promised` that all keep them (see `HeadCounts`), the host does not wait for the device to see it.
     """
     assert state.stored.tail is not None
     recent = min(recent, state.stored.tail.length, state.stored.seen)
@@ -532,7 +532,7 @@ def _common_recent(state: LayerState, held: Held, keep: Tensor, recent: int, pro
 
 
 def _count_anchor(before: Tail | None, plan: Plan, held: Held, counts: HeadCounts) -> int:
-    """Return how many of the first columns the host knows all heads to keep; without padding (`Held.front`) alone."""
+    """Return how many of the first columns the host knows that all heads keep; 0 with padding (see `Held.front`)."""
     first = count_first_tokens(plan)
     if first is None or held.front is None or before is None or before.anchor < first:
         return 0
@@ -550,19 +550,19 @@ def _mass(held: Held, cuts: Sequence[Cut]) -> tuple[Tensor, ...] | None:
 def encode_tail(
     state: LayerState, plan: Plan, new_tokens: int, real: Tensor | None, late: LateChecks | None = None
 ) -> None:
-    """Encode the oldest tokens of a layer's tail; then, and after an eviction, encode anew what has grown old.
+    """Encode the oldest tokens of a layer's tail, and encode segments again that have grown old.
 
-    Layers that are encoded together all do it at the call of the last one.
+    Layers that are encoded together are all encoded at the call for the last one.
 
-    After a prompt, a chunk or a turn: all but what the codec leaves in full precision, so that a row of a padded
-    batch is encoded as it would be alone. While decoding: a whole block, once there is one.
+    After a prompt, a chunk or a turn, all tokens are encoded but those that the codec leaves in full precision, so that
+    a row of a padded batch is encoded as it would be alone. While decoding, a block is encoded once it is complete.
 
     Args:
         state: of the layer.
         plan: whose codec encodes.
         new_tokens: of the forward that has just ended; 1 for decoded tokens, however many came at once.
         real: (b, columns) bool, False for padding, which is dropped here; None where nothing is padded.
-        late: collects the codec's checks; None: they are made at once.
+        late: collects the codec's checks for later; None: they are made at once.
     """
     codec, tail, group = state.codec(plan), state.stored.tail, state.layer_group or (state,)
     waits = state.clock.due or state.pending is not None or (state.layer_group and not state.completes)
@@ -583,7 +583,7 @@ def encode_tail(
 
 
 def _renew(state: LayerState, plan: Plan, first: Tensor | None) -> None:
-    """Encode anew what has grown old."""
+    """Encode segments again that have grown old."""
     held, codec = state.here(), state.codec(plan)
     found = [_renew_segment(each, codec, state.stored.seen, first) for each in held]
     if any(new is not old for new, old in zip(found, held, strict=True)):
@@ -624,7 +624,7 @@ def _encode_oldest(
 
 
 def _encode_waiting(segment: Segment, codec: Codec, first: Tensor | None, seen: int) -> Segment:
-    """The segment, encoded where it was left as it is for more to come (`budget.waiting_tokens`).
+    """Return the segment, encoded if it was waiting for more tokens (`budget.waiting_tokens`).
 
     It is older than what is encoded now, and segments are in time order.
     """
@@ -638,9 +638,9 @@ def _encode_waiting(segment: Segment, codec: Codec, first: Tensor | None, seen: 
 
 
 def _take_oldest(state: LayerState, begin: int, count: int, real: Tensor | None, multiple: int) -> PlainSegment | None:
-    """Old tokens of the tail from `begin` on, padding left out, whose evidence is a part of its own from now on.
+    """Take old tokens of the tail from slot `begin` on, without padding; their evidence becomes a part of its own.
 
-    What is before them has had its turn.
+    The slots before `begin` were taken already.
     """
     assert state.stored.tail is not None
     whole = state.stored.tail.as_segment()
@@ -682,11 +682,10 @@ _LONG = 2
 
 
 def count_first_tokens(plan: Plan) -> int | None:
-    """Return how many first tokens a plan holds beside the newest; None where more than ages decides what stays.
+    """Return how many first tokens a plan keeps beside the newest; None: it does not keep tokens by age alone.
 
-    None as well where it evicts more rarely than a tail grows: the slots that get free in front would then be held for
-    longer than others of a tail. And beside a codec of which no tokens wait to be encoded (`waiting_tokens`), or which
-    encodes anew what grows old.
+    None as well if it evicts more rarely than a tail grows, since slots that become free in front would be held for too
+    long; and with a codec for which no tokens wait (`waiting_tokens`), or which encodes old segments again.
     """
     score, allocate, slack, codec = plan.score, plan.allocate, plan.slack_tokens, plan.encode
     if score is None or score.first_kept is None or slack is None or slack >= SPARE or plan.scope != "layer":
@@ -699,7 +698,7 @@ def count_first_tokens(plan: Plan) -> int | None:
 
 
 def count_waiting_in_tail(plan: Plan, codec: Codec) -> int:
-    """Return how many tokens a layer's tail holds when they are encoded, as a block; 0: evictions leave none in it.
+    """Return how many tokens a layer's tail has when they are encoded as a block; 0: evictions leave none in it.
 
     Args:
         plan: of the layer.
@@ -709,21 +708,21 @@ def count_waiting_in_tail(plan: Plan, codec: Codec) -> int:
 
 
 def drop_middle(state: LayerState, plan: Plan, first: int, visible: Visibility, budget: Budget, layers: int) -> bool:
-    """Cut a layer back to its budget where ages decide what that leaves; return whether it could be done so.
+    """Cut a layer back to its budget by age alone; return False, and do nothing, if that is not possible.
 
-    It can after decoded tokens without padding, where the tail has all that is held, and the first tokens of the text;
-    or where these are a segment of their own, and all that is behind them is encoded or in the tail.
+    It is possible after decoded tokens without padding, if the tail holds everything, the first tokens of the text
+    included; or if these are a segment of their own, and all tokens behind them are encoded or in the tail.
 
     Args:
-        state: of the layer, for which an eviction is due.
-        plan: whose allocator says how many tokens stay.
+        state: of the layer; an eviction is due.
+        plan: its allocator says how many tokens stay.
         first: see `count_first_tokens`.
         visible: of the forward that has just ended.
         budget: of all layers.
         layers: how many layers the plan compresses.
 
     Raises:
-        MethodError: the allocator returns something else than its contract promises.
+        MethodError: the allocator breaks its contract.
     """
     tail, share, allocate = state.stored.tail, state.model.share, plan.allocate
     assert tail is not None and plan.score is not None
@@ -777,10 +776,10 @@ def drop_middle(state: LayerState, plan: Plan, first: int, visible: Visibility, 
 
 
 def split_oldest(state: LayerState, plan: Plan) -> None:
-    """Let the oldest block of codes behind the first tokens be a segment of its own, where it is part of a long one.
+    """Split the oldest block of codes behind the first tokens off a longer segment.
 
-    Called where an eviction while decoding has dropped tokens, however it was made. The next ones would else move all
-    of that segment, at each token.
+    Called after each eviction while decoding that has dropped tokens. Otherwise each later one would move the whole
+    segment.
     """
     first, block, segments = (
         count_first_tokens(plan),
@@ -798,7 +797,7 @@ def split_oldest(state: LayerState, plan: Plan) -> None:
 
 
 def drop_first_slots(segment: Segment, count: int) -> Segment:
-    """Return an encoded segment, one lane for each row and kv head, without the first `count` slots of each lane."""
+    """Return an encoded segment, one lane for each row and kv head, without the first `count` slots of each."""
     return _pick_slots(segment, count, None)
 
 
@@ -816,17 +815,17 @@ def _pick_slots(segment: Segment, begin: int, end: int | None) -> Segment:
 
 
 def _is_even(segment: Segment) -> bool:
-    """Whether it has one lane for each row and kv head, all of whose slots are filled."""
+    """Whether a segment has one lane for each row and kv head, with all slots filled."""
     return segment.layout.owner is None and segment.layout.lengths is None
 
 
 def _are_codes(segments: Sequence[Segment], codec: Codec) -> bool:
-    """Whether all segments are of a codec, with as many tokens in each row and head."""
+    """Whether all segments are codes, with equally many tokens in each row and head."""
     return all(_is_even(each) and isinstance(each, codec.segment_type()) for each in segments)
 
 
 def _first_are_apart(segments: Sequence[Segment], first: int) -> bool:
-    """Whether the text's `first` tokens are a segment of their own, ahead of all others."""
+    """Whether the text's first `first` tokens are a segment of their own, before all others."""
     if not first:
         return True
     if not segments or segments[0].layout.size != first:
@@ -836,7 +835,7 @@ def _first_are_apart(segments: Sequence[Segment], first: int) -> bool:
 
 
 def _drop_behind_first(state: LayerState, first: int, count: int) -> None:
-    """Drop so many codes behind the first tokens, of whole segments and of the first that keeps some."""
+    """Drop `count` codes behind the first tokens: whole segments, then the first slots of the next one."""
     at = 1 if first else 0
     segments = list(state.stored.segments)
     while count and segments[at].layout.size <= count:

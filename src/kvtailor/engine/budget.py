@@ -1,4 +1,4 @@
-"""From what a plan says (`tokens=`, `keep=`, `bytes=`) to a whole number of tokens for each row."""
+"""Turning a plan's budget (`tokens=`, `keep=`, `bytes=`) into a whole number of tokens for each row."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    """The shape of a layer's cache, which may not be there yet; of all heads, whichever process has them.
+    """The shape of a layer's cache, which may not exist yet, over the heads of all processes.
 
     Attributes:
         heads: h, kv heads.
@@ -51,7 +51,7 @@ class CacheShape:
 
     @classmethod
     def of(cls, sizes: tuple[int, int, int], *, heads: int, rows: int) -> CacheShape:
-        """Return the shape of a layer with `sizes` as `LayerState.sizes` gives them."""
+        """Return the shape of a layer; `sizes` are those of `LayerState.sizes`."""
         key_size, value_size, element_size = sizes
         return cls(heads=heads, key_size=key_size, value_size=value_size, element_size=element_size, rows=rows)
 
@@ -62,7 +62,7 @@ class CacheShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What rows may hold.
+    """How many tokens rows may hold.
 
     Attributes:
         total: (b,) int64 on the CPU: tokens over all compressed layers and kv heads.
@@ -76,7 +76,7 @@ class Budget:
 
 
 def no_bytes(element_size: int) -> int:
-    """Return 0: no other layers hold anything."""
+    """Return 0, for models all of whose layers are compressed."""
     return 0
 
 
@@ -89,7 +89,7 @@ def make_budget(
     other_bytes: int = 0,
     shapes: Sequence[CacheShape] = (),
 ) -> Budget:
-    """Return what rows may hold, as the layer that is cut now is told it.
+    """Compute how many tokens rows may hold, for the layer that is cut now.
 
     Args:
         plan, tokens, layers, other_bytes, shapes: see `count_total`.
@@ -113,13 +113,13 @@ def count_total(
     """Return how many tokens each row may hold, over all compressed layers and kv heads.
 
     Args:
-        plan: with one of `tokens`, `keep`, `bytes`, or an attention that says what to hold.
+        plan: it has one of `tokens`, `keep`, `bytes`, or an attention that sets a budget.
         tokens: (b,) int64 on the CPU: real tokens seen by each row.
         layers: layers that the plan compresses.
-        template: the shape of any one of them, which prices a token.
-        other_bytes: bytes of one row that the other layers take (sliding windows of the model's own, states), which
-            `bytes=` has to pay first.
-        shapes: of each of them, where they differ; a token is then priced by its layer.
+        template: the shape of any one of them, from which the bytes of a token follow.
+        other_bytes: bytes of one row that other layers take (the model's own sliding windows, states); they are
+            subtracted from `bytes=` first.
+        shapes: the shape of each of them, if they differ; a token then takes the bytes of its layer.
 
     Returns:
         (b,) int64 on the CPU, at least one token for each layer and head.
@@ -143,7 +143,7 @@ def count_total(
 def recent_tokens(plan: Plan, each: Tensor) -> Tensor:
     """Return how many of the newest tokens all heads of a row keep whatever their scores, (b,) int64 on the CPU.
 
-    They are the score's own (`Scorer.recent`), and never more than the budget pays for.
+    They are those of `Scorer.recent`, and never more than the budget allows.
 
     Args:
         each: (b,) int64 on the CPU: tokens that each row may hold per kv head, on average.
@@ -153,19 +153,20 @@ def recent_tokens(plan: Plan, each: Tensor) -> Tensor:
 
 
 def waiting_tokens(plan: Plan, codec: Codec) -> int:
-    """Return how many tokens of a head a layer encodes at once while it decodes, where each eviction leaves fewer.
+    """Return how many tokens of a head a layer encodes at once while decoding, if evictions leave fewer at a time.
 
-    Fewer wait as they are, besides the newest ones that must stay; 0: none waits. They are as many as most plans let a
-    tail grow between two evictions, so that what evicts more often holds no more in full precision.
+    Until there are so many, they wait in full precision, besides the newest ones that must stay; 0: none waits. The
+    number is by how much most plans let a tail grow between two evictions, so that a plan that evicts more often holds
+    no more in full precision.
     """
     slack, least = plan.slack_tokens, min(codec.block, _AT_ONCE)
     return least if slack is not None and slack + 1 < least and not codec.exact and not codec.across else 0
 
 
 def describe_only_recent(*, seen: int | None, held: int, recent: int) -> str:
-    """Describe a budget of `held` tokens per kv head where the score always keeps `recent` newest, at least as many.
+    """Describe a budget of `held` tokens per kv head that is used up by the `recent` newest tokens, always kept.
 
-    A sentence without its subject, the plan. `seen` None: of any prompt that is longer.
+    The sentence has no subject, which is the plan. `seen`: tokens of the prompt; None: any longer prompt.
     """
     length = "" if seen is None else f" of {seen} tokens"
     return (
@@ -175,9 +176,9 @@ def describe_only_recent(*, seen: int | None, held: int, recent: int) -> str:
 
 
 def warn_of_recent(plan: Plan, budget: Budget) -> bool:
-    """Warn of rows whose budgets leave nothing to the score; return whether there are any.
+    """Warn of rows whose budgets leave nothing for the scores to decide; return whether there are any.
 
-    Such a row holds the newest tokens alone, or of a score that puts first tokens before all, these alone.
+    Such a row holds only the newest tokens; or only the first ones, if the score ranks these above all.
     """
     assert plan.score is not None
     recent, first = plan.score.recent, plan.score.first_kept or 0
@@ -198,9 +199,9 @@ def warn_of_recent(plan: Plan, budget: Budget) -> bool:
 
 
 def _affordable(plan: Plan, shapes: Sequence[CacheShape], other_bytes: int) -> int:
-    """Tokens of one row that fit its share of `plan.bytes`, positions, tail and half-empty pages included.
+    """Return how many tokens of one row fit its share of `plan.bytes`, positions, tail and half-empty pages included.
 
-    Prices are means over all heads of all layers, since the heads of a row hold equally many tokens on average.
+    A token takes the mean bytes over all heads of all layers, since heads hold equally many tokens on average.
     """
     assert plan.bytes is not None and plan.score is not None
     layers, rows, recent = len(shapes), shapes[0].rows, plan.score.recent
@@ -208,7 +209,7 @@ def _affordable(plan: Plan, shapes: Sequence[CacheShape], other_bytes: int) -> i
     ragged = rows > 1 or not (plan.allocate.even_heads and plan.select.exact)
 
     def priced(shape: CacheShape) -> tuple[float, float]:
-        """Bytes of a token in full precision and encoded."""
+        """Return the bytes of a token in full precision, and encoded."""
         key_size, value_size, element = shape.sizes()
         encoded = plan.encode.mean_bytes_per_token(layers, key_size, value_size, element, heads=shape.heads)
         return (key_size + value_size) * element, encoded

@@ -2,7 +2,7 @@
 
 A forward makes two calls for each layer: `Engine.attend`, which changes nothing but the tiers, and `Engine.act`, which
 does what follows. Prefill, every chunk of a chunked prefill, a later turn and decoding all go through them.
-`docs/route.md` tells it as the life of one prompt.
+`docs/route.md` follows one prompt through it.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """The engine of one cache.
+    """Runs a plan on the layers of one cache.
 
     Args:
-        plan: what to do.
+        plan: of the cache.
         layers: how many layers of the model the plan compresses.
         other_bytes, sizes: see `Eviction`.
-        stored_dtype: of keys and values where they are held in less than the model's float32; queries that are kept as
-            evidence are in it as well. None: all are as the model makes them.
+        stored_dtype: dtype in which keys and values are held, and queries kept as evidence, if it is not the dtype in
+            which the model makes them; None: it is.
 
     Attributes:
         states: what each compressed layer remembers.
-        offload: where the segments live.
-        eviction: the evictions of the cache.
-        switch: the only way to another phase.
-        needs: the evidence that is gathered: what the plan's methods declare, and what `gather` adds.
-        late: checks of a device's numbers that were not read yet; of decoded tokens when the next forward begins.
+        offload: holds the segments.
+        eviction: evicts tokens of the layers.
+        switch: holds the phase and changes it.
+        needs: the evidence to gather: what the plan's methods declare, and what `gather` adds.
+        late: checks of numbers on the device that the host has not read yet; those of a decoded token are read when
+            the next forward begins.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Engine:
         self.switch, self.eviction = PhaseSwitch(), Eviction(plan, self.states, other_bytes, sizes)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a deep copy, whose layers must know each other and not the originals."""
+        """Restore a deep copy, whose layers must refer to each other and not to the originals."""
         self.__dict__.update(state)
         self._join_groups()
 
@@ -85,41 +86,41 @@ class Engine:
 
     @property
     def phase(self) -> Phase:
-        """What new tokens are."""
+        """Return what new tokens are."""
         return self.switch.now
 
     @property
     def refuses_plain_context(self) -> bool:
-        """Whether a context that comes now would be read once, under a plan that must read it twice."""
+        """Whether a context that is fed now would be read once although the plan must read it twice."""
         begun = isinstance(self.phase, Deferred | Reconstructing) or self._takes_short_context
         return self.plan.needs.reconstruction is not None and not (begun or self.states[0].stored.seen)
 
     def take_short_context(self) -> None:
-        """Let a context of a single token be read once: there is nothing to repeat."""
+        """Allow a context of a single token to be read once: there is nothing to repeat."""
         self._takes_short_context = True
 
     def gather(self, more: Needs) -> None:
-        """Gather this evidence as well, though the plan's methods need none of it; `Needs()` ends it."""
+        """Gather more evidence than the plan's methods need; `Needs()` ends this."""
         self.needs = self.plan.needs | more
         self._needs_queries_again = self._evicts_again or self.plan.encode.needs.window > 0 or more.window > 0
 
     def append(self, state: LayerState, keys: Tensor, values: Tensor) -> None:
-        """Let new keys (b, h, t, d) and values (b, h, t, dv) of one layer join its tail."""
+        """Append new keys (b, h, t, d) and values (b, h, t, dv) of one layer to its tail."""
         will_evict = self.plan.evicts and keys.shape[2] > 1 and not self.phase.can_be_taken_back
         state.append(keys, values, exactly=will_evict)
 
     def attend(self, state: LayerState, query: Tensor, visible: Visibility, scaling: float) -> Attended:
-        """Return the attention of the tokens that were appended last. Nothing of what is held changes.
+        """Return the attention of the tokens that were appended last; what is held does not change.
 
         Args:
             state: of the layer.
             query: (b, q, t, d) post-RoPE queries of these tokens.
-            visible: what each of them may see.
+            visible: what each of these tokens may see.
             scaling: the model's own factor before the softmax.
 
         Raises:
-            TierError: the cache takes more of the device than the plan allows.
-            MethodError: the attention returns something else than its contract promises.
+            TierError: the cache takes more bytes on the device than the plan allows.
+            MethodError: the attention breaks its contract.
         """
         state.model.scaling = scaling
         return self.read(state, query, visible, want_mass=self.needs.mass and not self.phase.can_be_taken_back)
@@ -132,12 +133,12 @@ class Engine:
         attended: Attended,
         others: Sequence[ReaderQueries] = (),
     ) -> None:
-        """Do what follows the attention of new tokens: observe them, evict, encode, store; or wait for a crop.
+        """Observe new tokens after their attention, then evict, encode and store; while recording, wait for a crop.
 
         Args:
             state, query, visible: what `attend` was given.
             attended: what it returned.
-            others: of the modules that have read the layer in the same forward, and are evidence like its own.
+            others: queries of other modules that have read the layer in the same forward; they are evidence as well.
         """
         phase, before = self.phase, state.observed.carry
         state.observed.tokens_read, state.observed.carry = attended.tokens_read, attended.carry
@@ -158,9 +159,9 @@ class Engine:
         self.leave(state)
 
     def act_unread(self, state: LayerState, query: Tensor, visible: Visibility, scaling: float) -> None:
-        """Do what follows the attention of a prompt or a part of it whose output is not needed.
+        """Do as `act` for a prompt or a part of it whose attention output is not needed.
 
-        The attention itself is left out where nothing that follows depends on it.
+        The attention is computed only if something that follows depends on it.
         """
         if self.needs.mass or not self.plan.attend.reads_alike:
             self.act(state, query, visible, self.attend(state, query, visible, scaling))
@@ -171,7 +172,7 @@ class Engine:
         self.leave(state)
 
     def begin_reading(self, state: LayerState) -> None:
-        """Do what comes before the attention of a layer: read the next one ahead, and hold it against the limit.
+        """Fetch the segments of the next layer ahead, and check the bytes on the device against the limit.
 
         Raises:
             TierError: the cache takes more of the device than the plan allows.
@@ -180,13 +181,13 @@ class Engine:
         self._check_limit(state)
 
     def take_prompt(self, state: LayerState, evidence: Evidence, visible: Visibility) -> None:
-        """Do what follows the attention of a first prompt that another cache has read, as `act` does it.
+        """Do as `act` for a first prompt that another cache has read.
 
-        The tokens were appended, `begin_reading` was called, and `state.model.scaling` is the model's.
+        Before it, the tokens were appended, `begin_reading` was called, and `state.model.scaling` was set.
 
         Args:
             state: of the layer.
-            evidence: what the prompt's forward would have gathered for this plan, in storages of its own.
+            evidence: what a forward of the prompt would have gathered for this plan, in storages of its own.
             visible: of the prompt, whose tokens are all that the layer has seen.
         """
         state.clock.reindex = True
@@ -198,9 +199,9 @@ class Engine:
     def reconstruct(
         self, state: LayerState, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float
     ) -> Tensor:
-        """Return the attention (b, q, t, dv) of tokens that repeat a piece of the context, and that nothing holds.
+        """Return the attention (b, q, t, dv) of tokens that repeat a piece of the context; they are not held.
 
-        What they attend to is remembered; see `ReconstructionPass`.
+        The layer remembers what they attend to; see `ReconstructionPass`.
         """
         phase = self.phase
         assert isinstance(phase, Reconstructing)
@@ -209,11 +210,11 @@ class Engine:
         return phase.piece.attend(state, passing, query, visible, scaling)
 
     def replayed(self, state: LayerState, tokens: int, visible: Visibility) -> None:
-        """Do what follows new tokens that were written into a layer's free slots and attended elsewhere, one by one.
+        """Do as `act` for decoded tokens that a replayed graph has written into a layer's free slots and attended.
 
         Args:
             state: of the layer.
-            tokens: no more than `LayerState.tokens_until_action` gave before they came.
+            tokens: how many, at most what `LayerState.tokens_until_action` returned before them.
             visible: what the last of them may see.
         """
         state.filled(tokens)
@@ -222,7 +223,7 @@ class Engine:
         self.leave(state)
 
     def commit(self, state: LayerState, rejected: int) -> None:
-        """End a recorded forward: forget its last `rejected` tokens, then do what was put off for the rest."""
+        """End a recorded forward: forget its last `rejected` tokens, then act on the rest."""
         pending, state.pending = state.pending, None
         if pending is None:
             state.crop(rejected, exact=not self.needs.mass)
@@ -246,10 +247,10 @@ class Engine:
         self.leave(state)
 
     def release(self, visible: Visibility) -> None:
-        """Do what was put off in the phase `Deferred`, which has ended.
+        """Act on the tokens that came in the phase `Deferred`, which has ended.
 
         Args:
-            visible: describes all that came meanwhile as one forward.
+            visible: describes all of these tokens as one forward.
         """
         for state in self.states:
             state.clock.count_arrived(visible.new_tokens, state.stored.seen)
@@ -299,14 +300,14 @@ class Engine:
         return attended
 
     def _again(self, state: LayerState, reading: ReaderQueries, rejected: int) -> ReaderQueries:
-        """Return what another module read of the tokens that stay, with its mass where that is needed."""
+        """Return another module's queries of the tokens that stay, with their mass if that is needed."""
         query = reading.query[:, :, : reading.query.shape[2] - rejected]
         visible = reading.visible.without_last(rejected)
         mass = self.read(state, query, visible, want_mass=True).mass if self.needs.mass else None
         return replace(reading, query=query, visible=visible, mass=mass)
 
     def leave(self, state: LayerState) -> None:
-        """End the reading of a layer, and of those that it is encoded together with."""
+        """End the reading of a layer, and of the layers that are encoded together with it."""
         if not state.layer_group or state.completes:
             self.offload.rest()
 
@@ -316,7 +317,7 @@ class Engine:
 
     @property
     def given_dtype(self) -> torch.dtype | None:
-        """The dtype of what the model makes, where keys and values are held in another one; else None."""
+        """Return the model's dtype if keys and values are held in another one; else None."""
         return None if self.stored_dtype is None else torch.float32
 
     @property
@@ -331,13 +332,13 @@ class Engine:
 
     @property
     def has_fast_path(self) -> bool:
-        """Whether decoded tokens can be the same work until the plan acts: `engine.fast_path`."""
+        """Whether decoded tokens can take the fast path until the plan acts; see `engine.fast_path`."""
         gathers = self._evicts_again and bool(self.needs.rows or self.needs.moments)
         return self._in_memory and not gathers
 
     @property
     def window_of_decoded(self) -> int:
-        """How many of the newest queries are evidence while it decodes."""
+        """Return how many of the newest queries are kept as evidence while decoding."""
         return self.needs.window if self._needs_queries_again else 0
 
     def _context(self, state: LayerState) -> AttentionContext:
@@ -351,7 +352,7 @@ class Engine:
         )
 
     def _close(self, state: LayerState, visible: Visibility, *, decoded: bool = False) -> None:
-        """Encode what leaves the tail, let the attention index what is held now, and put the segments away."""
+        """Encode what leaves the tail, let the attention index what is held, and hand the segments to their tier."""
         encode_tail(state, self.plan, 1 if decoded else visible.new_tokens, visible.real, self.late)
         if state.clock.reindex and not state.clock.due:
             state.clock.reindex = False
@@ -384,7 +385,7 @@ class Engine:
         decoded: bool,
         others: Sequence[ReaderQueries] = (),
     ) -> None:
-        """Gather the evidence of new tokens and let the plan act on them, as decoded ones or as a prompt or turn."""
+        """Gather the evidence of new tokens, and evict if it is due: of decoded ones, or of a prompt or turn."""
         if mass is not None and others:
             mass = [sum(parts[1:], parts[0]) for parts in zip(mass, *(each.mass or () for each in others), strict=True)]
         deferred, one = isinstance(self.phase, Deferred), decoded or query.shape[2] == 1
@@ -420,23 +421,23 @@ class Engine:
             self.late.settle()
 
     def _forget_queries(self, state: LayerState) -> None:
-        """Let go of queries, unless an eviction or an encoding while decoding may need them."""
+        """Drop the queries kept as evidence, unless an eviction or encoding while decoding may need them."""
         if state.observed.evidence.has_queries and not self._needs_queries_again:
             state.observed.evidence = state.observed.evidence.without_queries()
 
     def _was_never_repeated(self, state: LayerState) -> bool:
-        """Whether what comes now has no score, since only the context was repeated; so nothing is evicted any more."""
+        """Whether new tokens have no score because only the context was repeated, so that nothing more is evicted."""
         return self.needs.reconstruction is not None and state.observed.reconstruction is None
 
     def _is_due(self, state: LayerState, new: int) -> bool:
-        """Whether a layer must be cut after so many new tokens."""
+        """Whether a layer must be evicted from after `new` new tokens."""
         if self._was_never_repeated(state):
             return False
         slack, clock = self.plan.slack_tokens, state.clock
         return new > 1 or (slack is not None and (clock.evict_at is None or clock.growth > clock.evict_at))
 
     def _cut_now(self, state: LayerState) -> list[LayerState]:
-        """Return the layers that are cut now that this one has its new tokens; none while they wait for others."""
+        """Return the layers to evict from once this one has its new tokens; none while they wait for others."""
         if self.plan.scope == "layer":
             layers = [state]
         elif self.plan.scope == "progressive":
@@ -446,7 +447,7 @@ class Engine:
         return layers if any(each.clock.due for each in layers) else []
 
     def _cut_together(self) -> list[list[LayerState]]:
-        """Return the layers that are cut together, in the order in which they are."""
+        """Return the layers that are evicted from together, in order."""
         if self.plan.scope == "layer":
             return [[state] for state in self.states]
         if self.plan.scope == "progressive":

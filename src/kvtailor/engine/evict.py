@@ -1,7 +1,7 @@
-"""What is done when layers hold more than their budget: score, allocate, select; then merge, encode, store.
+"""Eviction, when layers hold more than their budget: score, allocate, select; then merge, encode, store.
 
-`score_layer` and `decide` work out what each layer keeps and change nothing. `Eviction` calls them and puts the
-decision in place, layer by layer.
+`score_layer` and `decide` compute what each layer keeps and change nothing. `Eviction` calls them and applies the
+decision, layer by layer.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ class ScoredLayer:
         scores: (b, h, n) float32, -inf where no token is, +inf for tokens that must stay; of this process's heads.
         counts: (b, H) int64 on the CPU: tokens held, by all heads of the layer, whichever process has them.
         floor: (b, H) int64 on the CPU: tokens that must stay.
-        sure: the host knows `counts` and `floor` without asking the device: all heads hold the newest columns that
+        sure: the host knows `counts` and `floor` without waiting for the device: all heads hold the newest columns that
             must stay.
         measured: what the allocator measured of this layer.
-        remembered: scores (b, h, n) or notes, and their columns, which the scorer wants next time; None: it does not.
-        view: what `view_held` shows of the layer; None where it waits for others, so that not all are unfolded at once.
-        cut_before: it was cut before in the same eviction (scope "progressive").
+        remembered: scores (b, h, n) or notes, and their columns, for the scorer's next call; None: it needs none.
+        view: what `view_held` returned for the layer; None while it waits for others, so that not all layers are padded
+            at once.
+        cut_before: the same eviction has cut the layer before (scope "progressive").
     """
 
     layer: int
@@ -75,8 +76,8 @@ class LayerDecision:
 
     Attributes:
         candidate: the layer.
-        keep: (b, h, n) bool, of this process's heads; None where all of it stays as it is, in all heads.
-        counts: (b, H) int64 on the CPU: how many that are, of all heads.
+        keep: (b, h, n) bool, of this process's heads; None: all heads keep everything.
+        counts: (b, H) int64 on the CPU: how many tokens each head keeps, of all heads.
     """
 
     candidate: ScoredLayer
@@ -89,8 +90,8 @@ class Decision:
     """What an eviction decided.
 
     Attributes:
-        cuts: of the layers, in their order.
-        budgets: (b, l, H) int64 on the CPU: what the allocator gave them, for all heads.
+        cuts: a decision for each layer, in order.
+        budgets: (b, l, H) int64 on the CPU: what the allocator returned, for all heads.
         last: the same eviction will not cut these layers again.
     """
 
@@ -102,7 +103,7 @@ class Decision:
 def score_layer(
     state: LayerState, plan: Plan, needs: Needs, visible: Visibility, budget: Budget, *, layers: int, keep_view: bool
 ) -> ScoredLayer:
-    """Return the scores of what a layer holds; nothing of the layer changes.
+    """Score the tokens that a layer holds; the layer does not change.
 
     Args:
         state: of the layer.
@@ -111,11 +112,11 @@ def score_layer(
         visible: of the forward that has just ended.
         budget: of all layers.
         layers: how many layers the plan compresses.
-        keep_view: keep the padded rows for the cut that follows.
+        keep_view: return the padded rows as well, for the cut that follows.
 
     Raises:
         CacheMisuse: a token has no finite score.
-        MethodError: the scorer or the allocator returns something else than its contract promises.
+        MethodError: the scorer or the allocator breaks its contract.
     """
     scorer, share = plan.score, state.model.share
     assert scorer is not None
@@ -170,9 +171,9 @@ def decide(
     calibration: Mapping[str, Tensor] | None = None,
     share: HeadShare = ALL_HEADS,
 ) -> Decision:
-    """Return what each layer keeps: allocate, then select. Nothing but the arguments counts, and nothing changes.
+    """Decide what each layer keeps: allocate, then select. Pure: it reads its arguments alone and changes nothing.
 
-    Budgets are those of all heads of the model, and each process selects for its own.
+    Budgets are for all heads of the model; each process selects for its own heads.
 
     Args:
         plan: whose allocator and selector decide.
@@ -181,10 +182,10 @@ def decide(
         layers: how many layers the plan compresses.
         last: see `Decision`.
         calibration: the tensors of the allocator's calibration file.
-        share: which of the model's heads the candidates' scores are of.
+        share: the heads of the model that this process holds and has scored.
 
     Raises:
-        MethodError: the allocator or the selector returns something else than its contract promises.
+        MethodError: the allocator or the selector breaks its contract.
     """
     allocate = plan.allocate
     capacity = torch.stack([each.counts for each in candidates], 1)
@@ -219,15 +220,15 @@ def decide(
 
 
 class Eviction:
-    """The evictions of one cache.
+    """Evicts tokens of one cache.
 
     Args:
-        plan: what to do.
+        plan: of the cache.
         states: all layers that the plan compresses.
-        other_bytes: from the bytes of an element to those of one row that the layers hold which the plan does not
-            compress.
-        sizes: of each of `states` its kv heads, over all processes, and the sizes of a key and a value; none where the
-            layers are alike.
+        other_bytes: maps the bytes of an element to the bytes that layers which the plan does not compress hold of one
+            row.
+        sizes: for each of `states` its number of kv heads, over all processes, and the sizes of a key and a value;
+            empty if all layers are alike.
 
     Attributes:
         calibration: the tensors of the allocator's calibration file, over all layers; None where it has none.
@@ -253,10 +254,10 @@ class Eviction:
         """Cut layers back to their budget.
 
         Args:
-            states: one layer under the scope "layer", all under "prompt", the first so many under "progressive", where
-                those before the newest were cut before, in the same forward.
+            states: one layer under the scope "layer", all of them under "prompt", the first ones under "progressive",
+                where all but the last were cut before in the same forward.
             visible: of the forward that has just ended.
-            close: called with each layer that waited for others, and `visible`, once it is cut.
+            close: called with each layer that waited for others, and with `visible`, after its cut.
         """
         plan, needs, layers = self.plan, self.plan.needs, len(self.states)
         share = states[-1].model.share
@@ -284,7 +285,7 @@ class Eviction:
             self._counted = None
 
     def forget(self) -> None:
-        """Forget layers that were cut and wait for those that follow, and what was counted for them."""
+        """Forget layers that were cut and wait for later ones, and the counts made for them."""
         self._waiting, self._counted = [], None
 
     def _budget(self, newest: LayerState, visible: Visibility) -> Budget:
@@ -301,7 +302,7 @@ class Eviction:
         )
 
     def _row_tokens(self, newest: LayerState, visible: Visibility) -> Tensor:
-        """(b,) int64 on the CPU: real tokens seen. With padding the host waits for them once in a forward."""
+        """Return (b,) int64 on the CPU: real tokens seen. With padding the host waits for the device once a forward."""
         seen, real = newest.stored.seen, visible.real
         if real is None:
             return torch.full((newest.rows,), seen)
@@ -317,7 +318,7 @@ class Eviction:
         budget: Budget,
         close: Callable[[LayerState, Visibility], None],
     ) -> ScoredLayer:
-        """Put what was decided of one layer in place, and return the layer as the next cut finds it."""
+        """Apply the decision of one layer, and return the layer as the next cut sees it."""
         state, found, keep = self.states[cut.candidate.layer], cut.candidate, cut.keep
         if found.remembered is not None:
             state.observed.scored, state.observed.scored_columns = found.remembered
@@ -357,7 +358,7 @@ class Eviction:
 
 
 def _gather_scores(candidates: Sequence[ScoredLayer], share: HeadShare) -> list[Tensor]:
-    """The scores of all heads of the layers; where layers lie on several devices, on that of the first."""
+    """Return the scores of all heads of the layers, on the device of the first layer."""
     device = candidates[0].scores.device
     return [share.gather_padded(each.scores, 1, float("-inf")).to(device) for each in candidates]
 
@@ -392,13 +393,13 @@ def _selected(plan: Plan, scores: Tensor, budgets: Tensor, share: HeadShare) -> 
 
 
 def _as_cut(one: ScoredLayer, keep: Tensor, counts: Tensor, *, longest: int) -> ScoredLayer:
-    """Return what a layer is for the next cut: its kept tokens in time order, and the scores that they had.
+    """Return a layer as the next cut sees it: its kept tokens in time order, with the scores that they had.
 
     Args:
         one: the layer before.
         keep: (b, h, n) bool.
         counts: (b, H) int64, of all heads.
-        longest: most tokens that one of the heads in `keep` keeps.
+        longest: the most tokens that one of the heads in `keep` keeps.
     """
     # A stable sort of "is dropped" puts kept tokens first, in time order; heads that keep fewer end in filler.
     order = torch.argsort((~keep).to(torch.uint8), dim=-1, stable=True)[..., :longest]

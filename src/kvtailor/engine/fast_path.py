@@ -1,19 +1,19 @@
-"""Decoded tokens between two actions of the plan: what the next one needs is worked out once, and kept.
+"""Decoded tokens between two actions of the plan: the work of one token is prepared once and repeated.
 
-While a plan neither evicts nor encodes, a decoded token of a layer is the same work at every step: it joins the tail,
-all parts are read, and where a score needs it, what each slot receives is added up. `FastPath.of` looks once whether
-a layer is in such a state, and for how many tokens. Until then `take` does what `Engine.attend` and `Engine.act` would,
-which stay the reference; `holds` is the one guard. It compares what the layer holds with what it held, object by
-object, so that whatever else changes a layer ends it.
+While a plan neither evicts nor encodes, each decoded token of a layer needs the same work: it joins the tail, all parts
+are read, and if a score needs it, the attention that each slot receives is added up. `FastPath.of` checks once whether
+a layer is in this state, and for how many tokens it will be. For these, `take` does what `Engine.attend` and
+`Engine.act` do, which are the reference. `holds` is the only guard: it compares the objects that the layer holds with
+those of before, so that any other change of the layer ends the fast path.
 See docs/decisions/0024-the-short-way.md.
 
-That ends where the plan acts. A plan that drops the token behind its first ones at each token (`drop_middle`) always
-acts the same, though, and has two forms of its own. In `FastPathOfEnds` the token joins, all is read, and the
-oldest behind the first ones goes, so that all that is read lies one slot further on. Under `rolling` the first ones are
-turned by what is missing behind them, as `attend.rolling` does, which stays the reference. All of it is the token's one
-call of C++ (`ops/cpu/step.h`). `FastPathOfCodes` is the same beside a codec: the first tokens and all behind them are
-segments of codes, and the newest tokens wait in the tail until they are a block. The oldest code behind the first
-tokens goes, so that one part is another one for the next token.
+The fast path ends when the plan acts. But a plan that drops the token behind its first ones at each token
+(`drop_middle`) does the same every time, and has two forms of its own. In `FastPathOfEnds` a token joins, all parts are
+read, and the oldest token behind the first ones is dropped, so that the part that is read moves by one slot. Under
+`rolling` the keys of the first tokens are turned by the number of tokens missing behind them; `attend.rolling` is the
+reference. All of it is one call of C++ for each token (`ops/cpu/step.h`). `FastPathOfCodes` does the same with a codec:
+the first tokens and those behind them are segments of codes, and the newest tokens wait in the tail until they are a
+block. The oldest code behind the first tokens is dropped, so that one part changes with each token.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ FEWEST = 2
 
 @contextmanager
 def slow_path() -> Iterator[None]:
-    """Let every decoded token take the slow path within: to compare the two."""
+    """Make every decoded token take the slow path inside, to compare the two."""
     token = _SLOW_PATH.set(True)
     try:
         yield
@@ -78,15 +78,15 @@ def slow_path() -> Iterator[None]:
 
 
 def takes_slow_path() -> bool:
-    """Return whether decoded tokens take the slow path here, by `slow_path`."""
+    """Return whether decoded tokens take the slow path because of `slow_path`."""
     return _SLOW_PATH.get()
 
 
 class FastPath:
-    """One layer, as it is until the plan acts on it next.
+    """The fast path of one layer, until the plan acts on it next.
 
     Attributes:
-        step: takes the tokens.
+        step: processes a token.
     """
 
     def __init__(self, engine: Engine, state: LayerState, step: TokenStep, left: int | None):
@@ -103,22 +103,22 @@ class FastPath:
         self._phase, self._needs, self._carry = engine.phase, engine.needs, state.observed.carry
 
     def notice(self, tail: Tail) -> None:
-        """Go on with the buffers that a tail has now."""
+        """Use the buffers that the tail has now."""
         self._keys, self._values, self._positions = map(_weak, tail.buffers())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of a layer has buffers of its own."""
+        """Copy nothing: a copy of a layer has buffers of its own."""
         return
 
     @classmethod
     def of(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> FastPath | None:
-        """Return the layer as it is after a decoded token; None where each token is more than that.
+        """Return the fast path of a layer that has just taken a decoded token; None if it has none.
 
         Args:
             engine: of the cache.
             state: of the layer.
             query_heads: q, of the layer's attention.
-            visible: of the token; those that follow hide what it hides, and no more.
+            visible: of the token; later tokens hide the same columns and no others.
         """
         tail, model, segments = state.stored.tail, state.model, state.stored.segments
         if tail is None or not tail.length or _must_look(engine, state):
@@ -170,7 +170,7 @@ class FastPath:
         return cls(engine, state, step, None if left is None else left - 1)
 
     def holds(self, engine: Engine, state: LayerState) -> bool:
-        """Return whether the layer is as it was, and nothing is due after one more token."""
+        """Return whether the layer has not changed, and the plan does not act after one more token."""
         stored, tail = state.stored, state.stored.tail
         if tail is None or stored is not self._stored() or tail is not self._tail():
             return False
@@ -195,10 +195,10 @@ class FastPath:
     def take(
         self, state: LayerState, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """Let one decoded token of each row join, and return its attention (b, 1, q, dv).
+        """Append one decoded token of each row, and return its attention (b, 1, q, dv).
 
         Args:
-            state: of the layer; `holds` was true.
+            state: of the layer; `holds` has returned True.
             query, keys, values, sinks: see `TokenStep.take`.
         """
         if self._length == self.step.slots:
@@ -242,12 +242,12 @@ class FastPath:
         self.notice(tail)
 
     def _tail_parts(self, tail: Tail) -> list[PlainSegment]:
-        """The filled slots as they are read."""
+        """Return the filled slots of the tail as they are read."""
         return [tail.as_segment()]
 
 
 def _must_look(engine: Engine, state: LayerState) -> bool:
-    """Whether something of an engine or a layer has to be looked at anew at each token."""
+    """Whether the state of an engine or a layer rules out a fast path."""
     segments, clock = state.stored.segments, state.clock
     return (
         _SLOW_PATH.get()
@@ -264,7 +264,7 @@ def _must_look(engine: Engine, state: LayerState) -> bool:
 
 
 def _weak(thing: T | None) -> Callable[[], T | None]:
-    """What gives it as long as somebody else has it; of None, None."""
+    """Return a weak reference to an object, or to None."""
     return _nothing if thing is None else weakref.ref(thing)
 
 
@@ -273,7 +273,7 @@ def _nothing() -> None:
 
 
 def carried_part(state: LayerState, part: Segment) -> PlainSegment | None:
-    """Return the first part as the attention carries it; None: it does not."""
+    """Return the first part from the attention's carry; None: it is not there."""
     carry = state.observed.carry
     if "first_keys" not in carry or "first_values" not in carry:
         return None
@@ -282,24 +282,24 @@ def carried_part(state: LayerState, part: Segment) -> PlainSegment | None:
 
 
 def _until_less_is_read(state: LayerState, whole: int, left: int | None) -> int | None:
-    """The same number of tokens, or fewer: after which more than `whole` are held, and so not all of them are read."""
+    """Return `left`, or fewer: the tokens until more than `whole` are held, after which not all of them are read."""
     counts = [part.layout.counts() for part in state.parts()]
     more = whole - int(torch.stack(counts).sum(0).max()) if state.model.share.ranks == 1 else 0
     return more if left is None else min(left, more)
 
 
 def _weakly(things: Iterable[T]) -> list[weakref.ref[T]]:
-    """The same, so that they can be freed."""
+    """Return weak references to objects, which can then be freed."""
     return [weakref.ref(each) for each in things]
 
 
 def _same(things: Sequence[object], others: Sequence[weakref.ref[Any]]) -> bool:
-    """Whether these are the very same objects."""
+    """Whether both have the very same objects."""
     return len(things) == len(others) and all(a is b() for a, b in zip(things, others, strict=True))
 
 
 class FastPathOfEnds(FastPath):
-    """One layer that keeps its first tokens and the newest, as many at each token."""
+    """The fast path of a layer that keeps its first tokens and a fixed number of newest ones."""
 
     def __init__(self, engine: Engine, state: LayerState, step: TokenStep, ends: Ends, rotation: Rotation | None):
         super().__init__(engine, state, step, None)
@@ -335,7 +335,7 @@ class FastPathOfEnds(FastPath):
     def take(
         self, state: LayerState, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """Do as `FastPath.take`, and let the oldest token behind the first ones go."""
+        """Do as `FastPath.take`, and drop the oldest token behind the first ones."""
         stored, ends = state.stored, self._ends
         tail = stored.tail
         assert tail is not None
@@ -356,11 +356,11 @@ class FastPathOfEnds(FastPath):
 
 
 def acts_alike(engine: Engine, state: LayerState, visible: Visibility) -> bool:
-    """Return whether a layer drops a token at each that is decoded, by ages alone, so that its act is always the same.
+    """Return whether a layer drops one token by age for each decoded one, so that each token needs the same work.
 
     Args:
         engine: of the cache.
-        state: of the layer, behind a decoded token.
+        state: of the layer, after a decoded token.
         visible: of that token.
     """
     plan, tail, clock = engine.plan, state.stored.tail, state.clock
@@ -381,14 +381,14 @@ def acts_alike(engine: Engine, state: LayerState, visible: Visibility) -> bool:
 def step_over_all(
     engine: Engine, state: LayerState, parts: Sequence[Segment], query_heads: int, ends: Ends | None = None
 ) -> TokenStep | None:
-    """Return the call that reads every slot of a layer's parts; None where no kernel does.
+    """Prepare the call that reads every slot of a layer's parts; None: no kernel can.
 
     Args:
         engine: of the cache.
         state: of the layer, which has a tail.
-        parts: all that is read, the tail last.
+        parts: all parts, the tail last.
         query_heads: q, of the layer's attention.
-        ends: how the tail moves on by itself; None: it does not.
+        ends: how the tail moves with each token; None: it does not.
     """
     tail, used, given = state.stored.tail, library(), engine.given_dtype
     assert tail is not None
@@ -413,14 +413,14 @@ def step_over_all(
 
 
 class _Turns(threading.local):
-    """Cosines and sines that a thread has worked out last: all layers of a forward ask for the same ones."""
+    """The cosines and sines that a thread computed last; all layers of a forward use the same ones."""
 
     missing = -1
     rotation: Rotation | None = None
     found: tuple[Tensor, Tensor] | None = None
 
     def by(self, missing: int, rotation: Rotation) -> tuple[int, int]:
-        """Addresses of those by which keys are turned, behind which so many tokens are missing."""
+        """Return addresses of cosines and sines that turn keys by `missing` positions."""
         if self.found is None or missing != self.missing or rotation is not self.rotation:
             self.found = cosines_and_sines(torch.tensor([missing]), rotation.frequencies)
             self.missing, self.rotation = missing, rotation
@@ -431,7 +431,7 @@ _TURNS = _Turns()
 
 
 def _parts(whole: PlainSegment, first: int) -> list[PlainSegment]:
-    """A tail as attention reads it: its first tokens, whose keys will be others, and the rest; or all in one."""
+    """Split a tail into its first tokens, whose keys will be turned, and the rest; with `first` 0, return it whole."""
     layout = whole.layout
     if not first:
         return [whole]
@@ -447,7 +447,7 @@ def _parts(whole: PlainSegment, first: int) -> list[PlainSegment]:
 
 
 class FastPathOfCodes(FastPath):
-    """One layer that keeps its first tokens and the newest, as many at each token, all but a few as codes."""
+    """The fast path of a layer that keeps its first tokens and a fixed number of newest ones, most of them as codes."""
 
     def __init__(
         self, engine: Engine, state: LayerState, step: TokenStep, left: int, at: int, rotation: Rotation | None
@@ -491,7 +491,7 @@ class FastPathOfCodes(FastPath):
     def take(
         self, state: LayerState, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """Do as `FastPath.take`, and let the oldest code behind the first ones go."""
+        """Do as `FastPath.take`, and drop the oldest code behind the first ones."""
         output = super().take(state, query, keys, values, sinks)
         stored, clock, at = state.stored, state.clock, self._at
         clock.growth, clock.settled_seen = 0, stored.seen
@@ -505,7 +505,7 @@ class FastPathOfCodes(FastPath):
         return output
 
     def _turn_first(self, state: LayerState, rotation: Rotation) -> None:
-        """Turn the keys of the first tokens by what is missing behind them now."""
+        """Turn the keys of the first tokens by the number of tokens that are now missing behind them."""
         stored, carry = state.stored, state.observed.carry
         first = stored.segments[0]
         held = self._length + sum(each.layout.size for each in stored.segments)
@@ -519,7 +519,7 @@ class FastPathOfCodes(FastPath):
 
 
 def find_fast_path(engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> FastPath | None:
-    """Return a layer as it is after a decoded token, of the first kind that it can be; see `FastPath.of`."""
+    """Return the first kind of fast path that a layer can take after a decoded token; see `FastPath.of`."""
     kinds = (FastPath,) if engine.eviction.first is None else (FastPathOfCodes, FastPathOfEnds, FastPath)
     made = (kind.of(engine, state, query_heads, visible) for kind in kinds)
     return next((each for each in made if each is not None), None)

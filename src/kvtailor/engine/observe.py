@@ -1,8 +1,8 @@
-"""The stage `observe`: queries and attention of this step -> the evidence that the plan's methods declared they need.
+"""The stage `observe`: queries and attention of a forward -> the evidence that the plan's methods need.
 
-Evidence is chunk by chunk: gathering it over a prompt in pieces gives what gathering it at once gives. No n x n matrix
-is ever held: a window keeps w queries, a sample at most m, moments one d x d matrix for each query head, a mass one
-number for each held token.
+Gathering evidence over a prompt in pieces gives the same result as at once. No n x n matrix is ever held: a window
+keeps w queries, a sample at most m, moments one d x d matrix for each query head, a mass one number for each held
+token.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ def observe(
 ) -> Evidence:
     """Return the evidence after one forward.
 
-    Queries of other modules that read the same layer (`others`) join its window and its moments. Samples are of its own
-    queries, as many as were asked for.
+    The window and the moments include queries of other modules that read the same layer (`others`). Samples are of the
+    layer's own queries.
 
     Args:
         needs: what the methods declared.
         evidence: what was gathered before.
         query: (b, q, t, d) post-RoPE queries of this forward.
         first_column: column of the first of them.
-        mass: for each part (m, s) what this forward's attention gave it; None where `needs.mass` is not.
-        real: (b, first_column + t) bool: this column is a token and not padding; None where all are.
+        mass: for each part (m, s) the attention that it received in this forward; None if `needs.mass` is False.
+        real: (b, first_column + t) bool: False for columns of padding; None: there is no padding.
         rotation: the layer's rotary embedding, for moments.
         others: queries (b, q, t', d) of each of these modules and the column of the first; t' may be less than t.
 
     Returns:
-        New evidence; the old is unchanged. Its tensors share no storage with `query`.
+        New evidence; `evidence` does not change. Its tensors share no storage with `query`.
 
     Raises:
         ValueError: mass or a rotation is needed and was not given.
@@ -78,7 +78,7 @@ def observe(
 
 
 def windowed(window: int, evidence: Evidence, query: Tensor, first_column: int) -> Evidence:
-    """Return the evidence with the newest `window` queries, those (b, q, t, d) of this forward included."""
+    """Return the evidence with the newest `window` queries, those of this forward (b, q, t, d) included."""
     count, end, before = query.shape[2], first_column + query.shape[2], evidence.queries
     new = query.detach() if query.requires_grad else query
     new = new if count <= window else new[:, :, -window:]
@@ -97,7 +97,7 @@ def windowed(window: int, evidence: Evidence, query: Tensor, first_column: int) 
 
 
 def _windowed_together(window: int, evidence: Evidence, new: Sequence[tuple[Tensor, int]]) -> Evidence:
-    """The queries of the newest `window` columns, in the order of columns; several modules have one of each column."""
+    """Return the queries of the newest `window` columns, by column; several modules have one for each column."""
     queries = [] if evidence.queries is None else [evidence.queries]
     columns = [] if evidence.columns is None else [evidence.columns]
     for query, first in new:
@@ -111,7 +111,7 @@ def _windowed_together(window: int, evidence: Evidence, new: Sequence[tuple[Tens
 
 
 def _add(old: Tensor | None, now: Tensor) -> Tensor:
-    """`old` (m, s) + `now` (m, s'), s' >= s: tokens that joined since start from nothing."""
+    """Return `old` (m, s) + `now` (m, s'), s' >= s; tokens that came since start from 0."""
     if old is None:
         return now
     total = now.clone()
@@ -120,7 +120,7 @@ def _add(old: Tensor | None, now: Tensor) -> Tensor:
 
 
 def _ages(columns: Tensor, real: Tensor | None, rows: int) -> Tensor:
-    """(b, t) int64: how many real tokens of its row came before; negative for padding."""
+    """Return (b, t) int64: how many real tokens of the row came before each; negative for padding."""
     if real is None:
         return columns.expand(rows, -1)
     counted = real.to(columns.device).cumsum(-1) - 1
@@ -128,10 +128,10 @@ def _ages(columns: Tensor, real: Tensor | None, rows: int) -> Tensor:
 
 
 def _sampled(most: int, evidence: Evidence, query: Tensor, first_column: int, real: Tensor | None) -> Evidence:
-    """Every s-th real query of each row, s the least power of two that leaves at most `most`.
+    """Keep every s-th real query of each row, s the least power of two that leaves at most `most`.
 
-    Which queries stay follows from how many were seen alone, so pieces and padding change nothing. The host waits for
-    no number of the device: how many tokens of a padded row are real is known there alone.
+    Which queries stay depends only on how many were seen, and not on pieces or padding. The host does not wait for the
+    device, which alone knows how many tokens of a padded row are real.
     """
     b, q, t, d = query.shape
     device, end, held, old = query.device, first_column + t, evidence.sampled, evidence.sampled_columns
@@ -170,7 +170,7 @@ def _sampled(most: int, evidence: Evidence, query: Tensor, first_column: int, re
 
 
 def _stride(seen: int, most: int) -> int:
-    """The least power of two s of which at most `most` multiples are below `seen`."""
+    """Return the least power of two s of which at most `most` multiples are below `seen`."""
     stride = 1
     while seen > most * stride:
         stride *= 2
@@ -180,7 +180,7 @@ def _stride(seen: int, most: int) -> int:
 def _with_moments(
     skip: int, evidence: Evidence, query: Tensor, columns: Tensor, ages: Tensor, rotation: Rotation
 ) -> Evidence:
-    """Count, mean and spread joined with those of the new queries (Chan, Golub and LeVeque's pairwise update)."""
+    """Update count, mean and spread by the new queries (pairwise update of Chan, Golub and LeVeque)."""
     b, q, t, d = query.shape
     found = evidence.moments
     if found is None:
@@ -203,7 +203,7 @@ def _with_moments(
 
 
 def real_queries(visible: Visibility) -> Tensor | None:
-    """Return (b, t) bool: which new tokens are no padding; None where all are."""
+    """Return (b, t) bool: which new tokens are no padding; None: there is no padding."""
     if visible.real is None:
         return None
     return visible.real[:, visible.first_column : visible.first_column + visible.new_tokens]

@@ -5,8 +5,7 @@
     Compressing -- speculating() --> Speculating
     Compressing -- replaying() ----> Replaying
 
-Each context manager goes back to the phase before it. No other pair goes together: a change that would leave two of
-them in force is refused, and the phase stays what it was.
+Each context manager returns to the phase before it. Any other change raises an error, and the phase does not change.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class Phase:
 
     Attributes:
         meaning: completes a sentence that begins with "this cache".
-        can_be_taken_back: the newest tokens may be taken back by a crop, so nothing is done about them before it.
-        all_decoded: new tokens are decoded ones, however many come at once.
+        can_be_taken_back: a crop may remove the newest tokens, so the plan acts on them only after it.
+        all_decoded: all new tokens count as decoded, however many come at once.
     """
 
     meaning: ClassVar[str]
@@ -45,21 +44,21 @@ class Phase:
 
     @property
     def can_be_taken_back(self) -> bool:
-        """Whether what is done about new tokens waits until it is known which of them stay."""
+        """Whether the plan acts on new tokens only once it is known which of them stay."""
         return False
 
     @property
     def windows_record(self) -> bool:
-        """Whether what leaves a window of the model's own stays until a crop."""
+        """Whether the model's own sliding windows keep what leaves them until a crop."""
         return False
 
 
 @dataclass(frozen=True)
 class Compressing(Phase):
-    """New tokens are a prompt, a turn or decoded, and the plan acts on them at once.
+    """New tokens are a prompt, a turn or decoded tokens, and the plan acts on them at once.
 
     Attributes:
-        after_recording: a recording ended without a crop. The model's own windows go on recording, so that a crop may
+        after_recording: a recording ended without a crop. The model's own windows go on recording, because a crop may
             still come.
     """
 
@@ -80,7 +79,7 @@ class Deferred(Phase):
 
 @dataclass(frozen=True)
 class Reconstructing(Phase):
-    """Forwards repeat a piece of the context, to see what they attend to. They leave no trace in what is held.
+    """Forwards repeat a piece of the context, to see what they attend to; what is held does not change.
 
     Attributes:
         piece: what is repeated.
@@ -103,7 +102,7 @@ class Recording(Phase):
 
     @property
     def can_be_taken_back(self) -> bool:
-        """The prompt of assisted decoding stays; all that comes after it is taken by `rollback.attend_draft`."""
+        """Return whether tokens can be removed: not those of a prompt; `rollback.attend_draft` takes those after it."""
         return self.prompt is None
 
     @property
@@ -113,7 +112,7 @@ class Recording(Phase):
 
 @dataclass(frozen=True)
 class Speculating(Phase):
-    """Forwards join until they settle; their tokens are decoded ones, and the newest may be taken back meanwhile."""
+    """Forwards collect decoded tokens until `settle`; until then the newest of them may be taken back."""
 
     meaning: ClassVar[str] = "speculates, and has not settled which tokens stay"
     all_decoded: ClassVar[bool] = True
@@ -129,13 +128,13 @@ class Speculating(Phase):
 
 @dataclass(frozen=True)
 class Replaying(Phase):
-    """Steps of one token are replayed on fixed addresses; the cache does not know of their tokens yet."""
+    """Steps of one token are replayed on fixed addresses; the cache does not count their tokens yet."""
 
     meaning: ClassVar[str] = "is being read by replayed steps that have not landed"
 
 
 class PhaseSwitch:
-    """The phase of one cache.
+    """Holds the phase of one cache and changes it.
 
     Attributes:
         now: the phase.
@@ -145,19 +144,19 @@ class PhaseSwitch:
         self.now: Phase = Compressing()
 
     def reset(self) -> None:
-        """Go back to `Compressing`, whatever the phase was."""
+        """Return to `Compressing` from any phase."""
         self.now = Compressing()
 
     def deferred(self) -> AbstractContextManager[None]:
-        """Put off eviction and encoding inside."""
+        """Defer eviction and encoding inside."""
         return _Inside(self, Deferred(), after=Compressing)
 
     def reconstructing(self, piece: ReconstructionPass) -> AbstractContextManager[None]:
-        """Repeat a piece of the context inside, while compression is put off."""
+        """Repeat a piece of the context inside; compression must be deferred."""
         return _Inside(self, Reconstructing(piece), after=Deferred)
 
     def speculating(self) -> AbstractContextManager[None]:
-        """Let forwards be taken back inside."""
+        """Allow forwards to be taken back inside."""
         return _Inside(self, Speculating(), after=Compressing)
 
     def replaying(self) -> AbstractContextManager[None]:
@@ -165,7 +164,7 @@ class PhaseSwitch:
         return _Inside(self, Replaying(), after=Compressing)
 
     def record(self, prompt: int | None = None) -> None:
-        """Let forwards wait for a crop from now on. transformers never says when that ends; see `end_recording`.
+        """Let forwards wait for a crop from now on, until `end_recording`; transformers never says when that is.
 
         Args:
             prompt: see `Recording`.
@@ -175,12 +174,12 @@ class PhaseSwitch:
         self.now = Recording(prompt)
 
     def go_on_recording(self) -> None:
-        """Record from now on, or go on with the recording that there is; a single layer can ask for it."""
+        """Start a recording unless there is one; a single layer can call this."""
         if not isinstance(self.now, Recording):
             self.record()
 
     def end_recording(self, *, windows_go_on: bool = False) -> None:
-        """Go back to `Compressing` from `Recording`; do nothing in another phase.
+        """Return to `Compressing` from `Recording`; do nothing in another phase.
 
         Args:
             windows_go_on: see `Compressing.after_recording`.
@@ -189,10 +188,10 @@ class PhaseSwitch:
             self.now = Compressing(after_recording=windows_go_on)
 
     def check_free(self, what: str) -> None:
-        """Raise where replayed steps have not landed.
+        """Raise if the cache does not count the tokens of replayed steps yet.
 
         Args:
-            what: is about to be done with the cache, for the sentence.
+            what: what the caller is about to do with the cache, for the message.
         """
         if isinstance(self.now, Replaying):
             raise CacheMisuse(
@@ -201,11 +200,11 @@ class PhaseSwitch:
             )
 
     def check(self, phase: Phase, *, after: type[Phase]) -> None:
-        """Raise where a phase may not follow the present one.
+        """Raise if a phase may not follow the present one.
 
         Args:
-            phase: that is to begin.
-            after: the only phase in which it may.
+            phase: the next one.
+            after: the only phase that it may follow.
         """
         if not isinstance(self.now, after):
             raise CacheMisuse(
@@ -217,8 +216,8 @@ class PhaseSwitch:
 class _Inside(AbstractContextManager[None]):
     """A phase that lasts as long as a `with` block.
 
-    No generator: one that is dropped in its midst would end by itself, and a cache whose replayed steps never landed
-    would go on without their tokens.
+    It is no generator, which would end when it is garbage-collected: a cache whose replayed steps were never counted
+    would then continue without their tokens.
     """
 
     def __init__(self, switch: PhaseSwitch, phase: Phase, *, after: type[Phase]):

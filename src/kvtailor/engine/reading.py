@@ -1,16 +1,16 @@
-"""How a layer is read where its attention alone does not say: layers of latents, and contexts that are read again.
+"""Two special ways of reading a layer: layers of latents, and contexts that are read again.
 
-A layer of latents is read as one kv head of latents, or as the heads that they expand to (`read_latents`). Both are the
-same attention (`types.latent_attention`). A token that is decoded reads latents, r + e numbers of each held token. A
-long prompt has fewer products on expanded keys, d + dv for each pair of a query and a token in place of 2 r + e, once
-its many queries have paid for the expansion. Expanded states live no longer than the call.
+A layer of latents is read as one kv head of latents, or as the heads that they expand to (`read_latents`). Both give
+the same attention (`types.latent_attention`). A decoded token reads latents, r + e numbers of each held token. For the
+many queries of a long prompt, expanding is cheaper: d + dv products for each pair of a query and a token instead of
+2 r + e. Expanded states exist only during the call.
 
-In a `ReconstructionPass` the model repeats a piece of its context: attention that leaves no trace, and what it looks
-at. The pass is a forward over the whole cache, with new tokens that are not kept. Each of the piece's tokens is told
-the highest attention probability that any of the new tokens, in any query head of the group, gives it. That probability
-is a softmax over the row's sinks, the piece and the new tokens alone, so that its cost does not grow with the context.
-Where the pass has weights, each probability counts times the length of the token's value as the layer's output
-projection maps it for that query head, and times the weight of the new token.
+In a `ReconstructionPass` the model repeats a piece of its context, to see what the repetition attends to. The pass is a
+forward over the whole cache whose new tokens are not kept. For each of the piece's tokens the layer remembers the
+highest attention probability that any new token gives it, in any query head of the group. That probability is a softmax
+over the row's sinks, the piece and the new tokens alone, so that its cost does not grow with the context. If the pass
+has weights, a probability is multiplied by the length of the token's value after the layer's output projection for that
+query head, and by the weight of the new token.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def read_latents(method: Attention, request: AttentionRequest, latents: LatentAt
     """Return the attention of the new tokens over latents, with the output (b, H, t, dv) of the model's own heads.
 
     Args:
-        method: how the cache is read. It gets either form.
-        request: its query (b, H, t, d) is as the model made it, and its parts are as they are stored.
+        method: the plan's attention, which gets one form or the other.
+        request: with the model's own query (b, H, t, d), and parts as they are stored.
         latents: of the layer.
 
     Raises:
-        MethodError: the method returns something else than its contract promises.
+        MethodError: the method breaks its contract.
     """
     query, parts = request.query, request.parts
     held = sum(part.layout.size for part in parts)
@@ -67,12 +67,12 @@ def _checked(method: Attention, request: AttentionRequest) -> Attended:
 
 
 def _is_even(part: Segment) -> bool:
-    """Whether each row is one full lane, so that heads can be laid out beside each other."""
+    """Whether each row is one full lane, so that its heads can lie side by side."""
     return part.layout.owner is None and part.layout.lengths is None and log_weight_of(part) is None
 
 
 def _expanded(part: Segment, latents: LatentAttention, query: Tensor) -> PlainSegment:
-    """The part (b lanes of one kv head) as b * H lanes, one for each head of the model, in the dtype of its queries."""
+    """Expand a part (b lanes of one kv head) to b * H lanes, one for each head of the model, in the queries' dtype."""
     keys, values = latents.expanded(*(states.to(query.dtype) for states in part.decode()))
     layout, heads = part.layout, keys.shape[1]
     positions = None if layout.positions is None else layout.positions.repeat_interleave(heads, 0)
@@ -86,16 +86,16 @@ _SCRATCH = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class ReconstructionPass:
-    """What one pass repeats of each row.
+    """The piece of each row that one pass repeats.
 
     Attributes:
-        columns: for each row (k,) int64 on the CPU: columns of the piece, ascending; none where it has no such piece.
+        columns: for each row (k,) int64 on the CPU: columns of the piece, ascending; empty if the row has none.
         sinks: for each row (s,) int64 on the CPU: columns of its first tokens.
-        real: (b, t) bool: this new token is one, and not padding.
+        real: (b, t) bool: False for new tokens that are padding.
         queries: see `Repetition.queries`.
         mean_group: see `Repetition.mean_group`.
-        log_weights: gives, for a compressed layer, (b, t) float32 logarithms of the weights of its new queries; None
-            where probabilities count as they are.
+        log_weights: maps a compressed layer to (b, t) float32 logarithms of the weights of its new queries; None: there
+            are no weights.
     """
 
     columns: Sequence[Tensor]
@@ -108,9 +108,9 @@ class ReconstructionPass:
     def attend(
         self, state: LayerState, passing: PlainSegment, query: Tensor, visible: Visibility, scaling: float
     ) -> Tensor:
-        """Return the exact attention (b, q, t, dv) of new tokens over all that a layer holds, still in its tail.
+        """Return the exact attention (b, q, t, dv) of new tokens over all that a layer holds, all of it in its tail.
 
-        What they look at goes into `state.observed.reconstruction`, and some of them into `state.observed.repeated`;
+        `state.observed.reconstruction` records what they attend to, `state.observed.repeated` samples of their queries;
         nothing else changes.
 
         Args:

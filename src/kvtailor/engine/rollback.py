@@ -1,13 +1,13 @@
 """Forwards whose tokens can be taken back: assisted decoding, and speculation of our own.
 
-Tokens that come after a prompt in such a forward are decoded ones if they stay, however many come at once: they are
-observed, evicted and encoded as if they had come one by one. Two ways of doing it:
+Tokens that come after a prompt in such a forward count as decoded if they stay, however many come at once: they are
+observed, evicted and encoded as if they had come one by one. There are two ways of doing it:
 
-- While a cache *speculates* (`speculate`), whoever drafts asks for `tokens_until_action` and sends no more tokens than
-  come before the plan acts next. Forwards join and wait until `settle`; between, `take_back` forgets the newest.
-- While it *records* (transformers' assisted decoding), a forward may bring any number. Where the plan acts in the midst
-  of them, it does so before the next token is read. A crop then goes back to what the layer was before, and reads the
-  tokens that stay once more.
+- While a cache *speculates* (`speculate`), the caller sends at most `tokens_until_action` tokens, so that the plan does
+  not act among them. Forwards are collected until `settle`; before that, `take_back` removes the newest tokens.
+- While it *records* (transformers' assisted decoding), a forward may have any number of tokens. If the plan acts after
+  some of them, it does so before the next token is read. A crop then restores the layer as it was before, and reads the
+  tokens that stay again.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ __all__ = [
 
 @contextmanager
 def speculating(engine: Engine) -> Iterator[None]:
-    """Let forwards be taken back inside; what was put off for those that stay is done at the end."""
+    """Allow forwards to be taken back inside; at the end the plan acts on the tokens that stay."""
     with engine.switch.speculating():
         yield
         settle(engine)
 
 
 def settle(engine: Engine) -> None:
-    """Do what was put off for all tokens that were not taken back."""
+    """Let the plan act on all tokens that were not taken back."""
     for state in engine.states:
         engine.commit(state, rejected=0)
 
@@ -60,7 +60,7 @@ def tokens_until_action(engine: Engine) -> int | None:
 
 
 def take_back(engine: Engine, state: LayerState, count: int) -> None:
-    """Forget the newest tokens of recorded forwards while the cache speculates, and wait for what follows."""
+    """Forget the newest tokens of recorded forwards; the cache continues to speculate."""
     check_crop(engine, state, count)
     pending = state.pending
     if count == 0 or pending is None:
@@ -79,7 +79,7 @@ def take_back(engine: Engine, state: LayerState, count: int) -> None:
 
 
 def prompt_of(engine: Engine, state: LayerState, new: int) -> int:
-    """Return how many of the new tokens are a prompt or plain ones; the rest is a draft. The same for every layer."""
+    """Return how many of the new tokens are a prompt or plain tokens and no draft, the same for every layer."""
     phase = engine.phase
     if isinstance(phase, Speculating):
         return new
@@ -96,7 +96,7 @@ def prompt_of(engine: Engine, state: LayerState, new: int) -> int:
 
 
 def check_draft(engine: Engine, state: LayerState, tokens: int) -> None:
-    """Raise where layers that act at the same time would have to do so in the midst of recorded tokens."""
+    """Raise if the plan would act on several layers at once within the recorded tokens."""
     if not isinstance(engine.phase, Recording) or state.pending is not None or not state.stored.seen:
         return
     # What several layers do at once: they evict where they share a budget, and encode where they share a segment.
@@ -119,9 +119,9 @@ def attend_draft(
     visible: Visibility,
     scaling: float,
 ) -> Tensor:
-    """Take the tokens of a recorded forward as decoded ones, and return their attention.
+    """Append the tokens of a recorded forward as decoded ones, and return their attention.
 
-    Where the plan evicts or encodes after some of them, it does so before the next is read, as in plain decoding.
+    If the plan evicts or encodes after some of them, it does so before the next is read, as in plain decoding.
 
     Args:
         engine: of the cache.
@@ -146,7 +146,7 @@ def attend_draft(
 
 
 def check_crop(engine: Engine, state: LayerState, count: int) -> None:
-    """Raise where the newest tokens of a layer cannot be taken back. Nothing is changed."""
+    """Raise if the newest tokens of a layer cannot be removed; nothing is changed."""
     waiting = state.draft or state.pending
     if isinstance(engine.phase, Speculating):
         if count and (state.pending is None or count > state.pending.tokens):
@@ -162,7 +162,7 @@ def check_crop(engine: Engine, state: LayerState, count: int) -> None:
 
 
 def crop(engine: Engine, state: LayerState, count: int) -> None:
-    """End a recorded forward: forget its last `count` tokens, then do what was put off for the rest."""
+    """End a recorded forward: forget its last `count` tokens, then let the plan act on the rest."""
     check_crop(engine, state, count)
     draft = state.draft
     if draft is None or draft.before is None or not count:
@@ -178,7 +178,7 @@ def crop(engine: Engine, state: LayerState, count: int) -> None:
 
 
 def end_recording(engine: Engine) -> None:
-    """End a recording, if there is one: what comes next can no longer be taken back."""
+    """End the recording, if there is one: later tokens can no longer be removed."""
     if not isinstance(engine.phase, Recording):
         return
     for state in engine.states:
@@ -193,12 +193,12 @@ def _end_recording(engine: Engine, state: LayerState) -> None:
 
 
 def _tokens_at_once(engine: Engine, state: LayerState) -> int | None:
-    """Tokens that one layer can read at once as if they came one by one; None: any number."""
+    """Return how many tokens one layer can read at once as if they came one by one; None: any number."""
     return state.tokens_until_action(engine.plan) if engine.plan.attend.reads_alike else 1
 
 
 def _read_draft(engine: Engine, state: LayerState, draft: DraftTokens) -> Tensor:
-    """Attention (b, q, t, dv) of a draft, in pieces after each of which the plan acts; the last piece waits."""
+    """Return the attention (b, q, t, dv) of a draft, read in pieces; the plan acts after each but the last."""
     outputs, first = [], 0
     while first < draft.tokens:
         most, left = _tokens_at_once(engine, state), draft.tokens - first

@@ -1,9 +1,9 @@
-"""One layer as fields and tensors of a saved cache, and back, also on other heads. Each part of the layer says itself.
+"""Saving one layer as fields and tensors, and restoring it, also with other heads.
 
-`state_of` and `restore` are a layer there and back. `regroup` makes a layer whose kv heads come from several layers'
-states: a saved cache on another number of processes. What is encoded moves as codes and is never encoded again. The
-heads keep what they held; of parts that covered other heads, each becomes a segment of its own, and the next eviction
-joins them.
+`state_of` describes a layer and `restore` makes it again; each part of the layer does its own share. `regroup` makes a
+layer whose kv heads come from several saved ones, for a cache on another number of processes. Codes are moved and never
+encoded again. Heads keep what they held; parts that covered other heads become segments of their own, which the next
+eviction joins.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def restore(
     dtype: torch.dtype | None,
     sizes: tuple[int, int] | None = None,
 ) -> None:
-    """Make a layer what `state_of` described.
+    """Restore a layer from what `state_of` described.
 
     Args:
-        state: of the layer, which is reset.
+        state: of the layer; it is reset first.
         fields, tensors: what `state_of` returned.
         plan: of the cache.
         kv_heads: h, of the model.
@@ -77,9 +77,9 @@ def restore(
         sizes: channels of the keys and values that the layer holds; None: not known.
 
     Raises:
-        ValueError: a number, a layout or a segment is none that a layer can have, or fields and tensors are not what
-            `state_of` says of the layer that they make.
-        LookupError, TypeError, RuntimeError: something is missing, or of another kind.
+        ValueError: a number, a layout or a segment is invalid, or saving the layer again would not give these fields
+            and tensors.
+        LookupError, TypeError, RuntimeError: something is missing, or has another type.
     """
     state.reset()
     state.clock = Clock.from_state(fields)
@@ -113,7 +113,7 @@ def restore(
 
 
 def _check_again(state: LayerState, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Raise where a layer would be saved otherwise than it was: parts that are left over, or that are not there."""
+    """Raise if saving the restored layer would not give the same parts: some are left over, or missing."""
     own, kept = state_of(state)
     here, there = ({name: (t.dtype, tuple(t.shape)) for name, t in each.items()} for each in (kept, tensors))
     if here != there:
@@ -127,7 +127,7 @@ def _check_again(state: LayerState, fields: Mapping[str, Any], tensors: Mapping[
 
 
 def _check_clock(state: LayerState, plan: Plan) -> None:
-    """Raise where a layer's clock tells other times than its tokens and its plan."""
+    """Raise if a layer's clock does not fit its tokens and its plan."""
     clock, seen = state.clock, state.stored.seen
     slack = plan.slack_tokens
     early = max(clock.settled_seen, clock.prompt, clock.growth) <= seen
@@ -140,7 +140,7 @@ def _check_clock(state: LayerState, plan: Plan) -> None:
 
 
 def _check_observed(state: LayerState, dtype: torch.dtype) -> None:
-    """Raise where what a layer remembers is not of its rows, heads, parts or dtype."""
+    """Raise if what a layer remembers does not have its rows, heads, parts or dtype."""
     evidence = state.observed.evidence
     sizes = [(each.layout.lanes, each.layout.size) for each in state.parts()]
     if len(evidence.mass) > len(sizes):
@@ -156,7 +156,7 @@ def _check_observed(state: LayerState, dtype: torch.dtype) -> None:
 
 
 def _check_queries(evidence: Evidence, rows: int, heads: int, dtype: torch.dtype) -> int:
-    """Check queries and their columns, and return of how many query heads they are; 0 where none are remembered."""
+    """Check queries and their columns, and return the number of their heads; 0: none are remembered."""
     queries, sampled = evidence.queries, evidence.sampled
     of_queries = (queries, sampled, evidence.moments_mean)
     q_heads = {each.shape[1] for each in of_queries if each is not None and each.ndim > 1}
@@ -190,7 +190,7 @@ def _check_moments(evidence: Evidence, rows: int, count: int) -> None:
 
 
 def _check_scores(observed: Observed, rows: int, heads: int, dtype: torch.dtype) -> None:
-    """Check what scorers remember of the tokens of each row and kv head, and that scores have their columns."""
+    """Check what scorers remember of each row and kv head, and that scores and their columns fit."""
     for name, memory in observed.memories().items():
         known = (torch.int32, torch.int64) if name == "scored_columns" else (torch.float32, dtype)
         if memory.dtype not in known or tuple(memory.shape[:2]) != (rows, heads):
@@ -238,12 +238,12 @@ _FAR = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsOf:
-    """Some kv heads of a layer.
+    """Some adjacent kv heads of a layer.
 
     Attributes:
         state: of the layer.
-        first: the first of its heads.
-        count: how many from there on.
+        first: the first of these heads.
+        count: how many they are.
     """
 
     state: LayerState
@@ -257,7 +257,7 @@ class HeadsOf:
 
 
 def regroup(target: LayerState, pieces: Sequence[HeadsOf], plan: Plan) -> None:
-    """Let an empty layer hold the heads of others, in their order.
+    """Fill an empty layer with the heads of others, in order.
 
     Args:
         target: of the layer, with what belongs to the model.
@@ -265,7 +265,7 @@ def regroup(target: LayerState, pieces: Sequence[HeadsOf], plan: Plan) -> None:
         plan: of the cache.
 
     Raises:
-        ValueError: the pieces do not fit together, or a codec cannot part or join these heads.
+        ValueError: the pieces do not fit together, or a codec cannot split or join these heads.
     """
     first = pieces[0].state
     for piece in pieces[1:]:
@@ -307,14 +307,14 @@ def regroup(target: LayerState, pieces: Sequence[HeadsOf], plan: Plan) -> None:
 def _joined(
     parts: Sequence[Sequence[tuple[Segment, Tensor | None]]], pieces: Sequence[HeadsOf]
 ) -> Iterator[tuple[int, Segment, Tensor | None]]:
-    """The segments of all pieces in time order, each with the number of its first head and its mass.
+    """Return the segments of all pieces in time order, each with the number of its first head and its mass.
 
     Args:
         parts: of each piece, in time order.
-        pieces: whose they are.
+        pieces: the pieces.
 
     Raises:
-        ValueError: heads share what is stored, and these pieces cannot be parted or joined.
+        ValueError: heads share what is stored, so that these pieces cannot be split or joined.
     """
     for k in range(max(len(own) for own in parts)):
         # (first head here, group of heads in the model, part) of each piece that has a k-th part.
@@ -338,7 +338,7 @@ def _joined(
 
 
 def _parts(piece: HeadsOf, length: int) -> list[tuple[Segment, Tensor | None]]:
-    """What a piece holds in time order, with the mass of each part; the newest `length` tokens are the last part."""
+    """Return the parts of a piece in time order, with their mass; the newest `length` tokens are the last part."""
     state, heads = piece.state, slice(piece.first, piece.first + piece.count)
     segments = list(state.here())
     masses: list[Tensor | None] = [*state.observed.evidence.mass]
@@ -365,7 +365,7 @@ def _parts(piece: HeadsOf, length: int) -> list[tuple[Segment, Tensor | None]]:
 
 
 def _common_tail(pieces: Sequence[HeadsOf]) -> int:
-    """How many newest columns lie in the tails of all pieces, one behind the other, in all heads."""
+    """Return how many of the newest columns are in the tails of all pieces, without a gap, in all heads."""
     shortest = min(0 if piece.state.stored.tail is None else piece.state.stored.tail.length for piece in pieces)
     seen, common = pieces[0].state.stored.seen, shortest
     layouts = [piece.state.stored.tail.as_segment().layout for piece in pieces if shortest and piece.state.stored.tail]
@@ -382,7 +382,7 @@ def _common_tail(pieces: Sequence[HeadsOf]) -> int:
 
 
 def _slots(segment: PlainSegment, slots: slice) -> PlainSegment:
-    """Some neighbouring slots of all lanes."""
+    """Return adjacent slots of all lanes."""
     layout = segment.layout
     keys, values = segment.keys[:, slots].clone(), segment.values[:, slots].clone()
     start = None if layout.start is None else layout.start + (slots.start or 0)
@@ -398,7 +398,7 @@ def _nothing(state: LayerState, heads: int) -> PlainSegment:
 
 
 def _side_by_side(segments: Sequence[PlainSegment], rows: int, heads: int) -> PlainSegment:
-    """One segment of the heads of several, which hold the same number of tokens for each head."""
+    """Join segments of different heads, which hold the same number of tokens for each head."""
     layouts = [segment.layout for segment in segments]
     start = layouts[0].start if len({layout.start for layout in layouts}) == 1 else None
     positions = None
@@ -415,12 +415,12 @@ def _side_by_side(segments: Sequence[PlainSegment], rows: int, heads: int) -> Pl
 
 
 def _by_rows(pieces: Sequence[Tensor], rows: int) -> Tensor:
-    """(b * h, ...) from (b * h_1, ...), (b * h_2, ...), ...: the heads of each row follow each other."""
+    """Return (b * h, ...) from (b * h_1, ...), (b * h_2, ...), ...: the heads of each row are adjacent."""
     return torch.cat([piece.unflatten(0, (rows, -1)) for piece in pieces], 1).flatten(0, 1).contiguous()
 
 
 def _mass_of(layout: Layout, mass: Tensor, heads: slice) -> Tensor:
-    """(m', s) of the lanes (m, s) of some heads."""
+    """Return the mass (m', s) of some heads from that of all lanes (m, s)."""
     head = layout.owners(mass.device) % layout.heads
     return mass[(head >= heads.start) & (head < heads.stop)].clone()
 
@@ -437,7 +437,7 @@ def _evidence(pieces: Sequence[HeadsOf], mass: Sequence[Tensor]) -> Evidence:
 
 
 def _remember(target: LayerState, pieces: Sequence[HeadsOf], plan: Plan) -> None:
-    """What earlier evictions, the reconstruction and the attention left."""
+    """Copy what earlier evictions, the reconstruction and the attention have left."""
     observed = target.observed
     for name, filler in (("scored", 0.0), ("scored_columns", _FAR), ("reconstruction", 0.0)):
         tensors = [getattr(piece.state.observed, name) for piece in pieces]
@@ -456,7 +456,7 @@ def _remember(target: LayerState, pieces: Sequence[HeadsOf], plan: Plan) -> None
 
 
 def _padded(pieces: Sequence[HeadsOf], tensors: Sequence[Tensor], filler: float) -> Tensor:
-    """(b, h, ..., k) from (b, h_1, ..., k_1), (b, h_2, ..., k_2), ...: shorter ones end in filler."""
+    """Return (b, h, ..., k) from (b, h_1, ..., k_1), (b, h_2, ..., k_2), ...; shorter ones are padded."""
     longest = max(tensor.shape[-1] for tensor in tensors)
     wide = []
     for piece, tensor in zip(pieces, tensors, strict=True):

@@ -1,8 +1,8 @@
-"""One compressed layer: what it holds, what was observed of it, when the plan acts on it, what the model gave it.
+"""The state of one compressed layer: what it holds, what was observed, when the plan acts, what the model gave it.
 
-`Stored`, `Observed`, `Clock` and `ModelPart` are the parts of its state; each gives its fields and tensors for a saved
-cache. `Pending` and `DraftTokens` are tokens of recorded forwards that a crop may yet take back. `encode_parts` and
-`join_parts` are for layers whose tokens are encoded together. `LayerState` has all of it.
+`LayerState` has four parts: `Stored`, `Observed`, `Clock` and `ModelPart`; each returns its fields and tensors for a
+saved cache. `Pending` and `DraftTokens` are tokens of recorded forwards that a crop may still remove. `encode_parts`
+and `join_parts` are for layers whose tokens are encoded together.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ _SINCE = {"prompt": 0}
 
 @dataclass
 class Stored:
-    """What a layer holds.
+    """The tokens that a layer holds.
 
     Attributes:
         tail: the recent window in full precision; None before the first token.
-        segments: encoded parts in time order, `Placed` where they are on a tier; the tail comes after them.
+        segments: encoded parts in time order, `Placed` if they are on a tier; they are older than the tail.
         seen: tokens seen, padding included.
     """
 
@@ -85,15 +85,17 @@ class Stored:
     seen: int = 0
 
     def copied(self) -> Stored:
-        """Return the same with a list and a tail of its own. No tensor is copied: tensors are replaced, never written,
-        but for the tail's buffers behind the last token."""
+        """Return a copy with a list and a tail of its own, but the same tensors.
+
+        Tensors are replaced and never written to, except for the tail's buffers behind the last token.
+        """
         return Stored(None if self.tail is None else self.tail.copied(), list(self.segments), self.seen)
 
     def state(self, here: list[Segment]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return JSON-able fields and tensors of all of this.
+        """Return JSON-able fields and tensors that describe it.
 
         Args:
-            here: the segments where they can be read.
+            here: the segments, readable and none of them `Placed`.
         """
         fields: dict[str, Any] = {"seen": self.seen}
         if self.tail is None:
@@ -113,17 +115,18 @@ class Stored:
 
 @dataclass
 class Observed:
-    """What earlier forwards and evictions left for the plan's methods.
+    """What earlier forwards and evictions have left for the plan's methods.
 
     Attributes:
-        evidence: what the scorer and others need.
-        carry: what the plan's attention finds again at its next call, by name, batch rows first.
-        tokens_read: (b, h) tokens that the last attention read; None where it read all.
-        scored, scored_columns: (b, h, k) the scores of the last eviction, or (b, h, c, k) the scorer's notes, and the
-            columns (b, h, k) they belong to; None where the scorer does not look back.
-        reconstruction: (b, h, n) float32 what a pass that repeats the context found of its columns; None without one.
-        repeated: samples of the queries of such passes, from the first of them until the context is compressed.
-        repeated_real: (b, t) bool: of all queries of these passes, those that are no padding.
+        evidence: what the scorer and other methods need.
+        carry: tensors of the plan's attention for its next call, by name, batch rows first.
+        tokens_read: (b, h) tokens that the last attention read; None: all.
+        scored, scored_columns: (b, h, k) the scores of the last eviction, or (b, h, c, k) the scorer's notes, and
+            their columns (b, h, k); None: the scorer does not need them.
+        reconstruction: (b, h, n) float32 what a pass that repeats the context measured for each column; None: there
+            was no such pass.
+        repeated: samples of the queries of such passes, until the context is compressed.
+        repeated_real: (b, t) bool: False for queries of these passes that are padding.
     """
 
     evidence: Evidence = field(default_factory=Evidence)
@@ -136,7 +139,7 @@ class Observed:
     repeated_real: Tensor | None = None
 
     def repeat(self, query: Tensor, real: Tensor, most: int) -> None:
-        """Take at most `most` of each row's queries (b, q, t, d), those of earlier passes among them; `real` (b, t)."""
+        """Sample at most `most` queries of each row from (b, q, t, d) and from earlier passes; `real` is (b, t)."""
         before = real[:, :0] if self.repeated_real is None else self.repeated_real
         self.repeated_real = torch.cat([before, real], 1)
         self.repeated = observe(
@@ -144,22 +147,22 @@ class Observed:
         )
 
     def end_repetition(self, *, again: bool) -> None:
-        """Forget what the context is compressed by; where it will be `again`, not what was found of its columns."""
+        """Forget the samples of a repetition, and unless it will be used `again`, what it measured."""
         self.repeated = self.repeated_real = None
         if not again:
             self.reconstruction = None
 
     def memories(self) -> dict[str, Tensor]:
-        """Return what earlier evictions and a reconstruction left, by attribute; batch rows first."""
+        """Return what earlier evictions and a reconstruction have left, by attribute; batch rows first."""
         named = {name: getattr(self, name) for name in _MEMORIES}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def rows(self, index: Tensor, mass: Sequence[Tensor]) -> Observed:
-        """Return what a batch made of the rows `index` (k,) int64 of this one has observed.
+        """Return the same for a batch of the rows `index` (k,) int64 of this one.
 
         Args:
             index: rows.
-            mass: that of the evidence, of these rows already: its lanes are picked part by part.
+            mass: the mass of the evidence, already of these rows.
         """
 
         def picked(tensor: Tensor) -> Tensor:
@@ -174,7 +177,7 @@ class Observed:
         )
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return JSON-able fields and tensors of all of this but `tokens_read`, which is of one forward."""
+        """Return JSON-able fields and tensors that describe it, without `tokens_read`, which is of one forward."""
         tensors = {f"evidence.{name}": t for name, t in self.evidence.tensors().items()}
         tensors |= {f"memory.{name}": t for name, t in self.memories().items()}
         return {}, tensors | {f"carry.{name}": t for name, t in self.carry.items()}
@@ -184,7 +187,7 @@ class Observed:
         """Return what `state` described.
 
         Raises:
-            ValueError: there are memories of no known name.
+            ValueError: a name is unknown.
         """
         memories = under("memory.", tensors)
         if unknown := memories.keys() - set(_MEMORIES):
@@ -200,11 +203,11 @@ class Clock:
 
     Attributes:
         settled_seen: tokens seen at the last eviction.
-        evict_at: tokens since then after which the next is due while decoding; None before the first eviction.
+        evict_at: after how many more tokens the next eviction is due while decoding; None before the first eviction.
         growth: tokens since the last eviction.
-        due: an eviction is due and waits for the layers behind this one.
-        decoding: what has come last is decoded tokens, and no prompt or turn; each forward says it anew.
-        reindex: what is held has changed otherwise than by growing since the attention last indexed it.
+        due: an eviction is due, and waits for later layers.
+        decoding: the last forward was of decoded tokens, and of no prompt or turn.
+        reindex: tokens were evicted or encoded since the attention last indexed what is held.
         prompt: tokens seen before the first that was decoded.
     """
 
@@ -217,12 +220,12 @@ class Clock:
     prompt: int = 0
 
     def count_arrived(self, new: int, seen: int) -> None:
-        """Take note of `new` tokens of a prompt or a turn, or of a decoded one, after which so many are seen."""
+        """Count `new` tokens of a prompt or a turn, or a decoded one; `seen` includes them."""
         if new > 1 and seen - new <= self.prompt:
             self.prompt = seen
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return JSON-able fields of all of this between two forwards, when nothing is due."""
+        """Return JSON-able fields that describe it between two forwards, when nothing is due."""
         return {name: getattr(self, own) for own, name in _CLOCK_NAMES.items()}, {}
 
     @classmethod
@@ -242,20 +245,19 @@ class Clock:
 
 @dataclass
 class ModelPart:
-    """What belongs to the model and not to a text: a layer keeps it through `reset`.
+    """What belongs to the model and not to a text; `reset` keeps it.
 
     Attributes:
         scaling: the model's own factor before the softmax.
-        softmax: what its softmax has besides, as the newest forward told it; a saved cache has none of it.
-        output: gives the layer's own output projection, (q, dv, D), as it is now; for plans that need it.
+        softmax: what its softmax has besides, as of the newest forward; it is not saved.
+        output: returns the layer's output projection, (q, dv, D), as it is now; for plans that need it.
         rotation: the layer's rotary embedding, for plans that need it.
-        offset: the constant part of its keys, for plans that need it; None where it has none, or none is known.
+        offset: the constant part of its keys, for plans that need it; None: there is none, or it is not known.
         calibration: this layer's tensors of the scorer's calibration file.
         encoding: the tensors of the codec's calibration files, stacked over the layers.
         share: which of the model's kv heads this process holds.
-        latents: the layer's projections where it holds latents (in the place of keys) and rotated keys (in that of
-            values) of one kv head; None where it holds keys and values. Queries are as the model made them even so,
-            and are absorbed where they meet what is held.
+        latents: the layer's projections, if it holds latents as keys and rotated keys as values of one kv head; None:
+            it holds keys and values. Queries are the model's own in either case, and are absorbed when they are used.
     """
 
     scaling: float = 1.0
@@ -269,11 +271,11 @@ class ModelPart:
     latents: LatentAttention | None = None
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return JSON-able fields of what the forwards told. The rest comes from the model when a cache is loaded."""
+        """Return JSON-able fields of what forwards have set; the rest comes from the model when a cache is loaded."""
         return {"scaling": self.scaling}, {}
 
     def take_state(self, fields: Mapping[str, Any]) -> None:
-        """Take what `state` described.
+        """Restore what `state` described.
 
         Raises:
             ValueError: the factor is no number above 0.
@@ -285,7 +287,7 @@ class ModelPart:
 
 
 def whole_number(fields: Mapping[str, Any], name: str) -> int:
-    """Return a count that a layer's fields name.
+    """Return a count from a layer's fields.
 
     Raises:
         ValueError: it is no whole number, or below 0.
@@ -298,12 +300,12 @@ def whole_number(fields: Mapping[str, Any], name: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderQueries:
-    """Queries of an attention module that reads what a layer holds, with the layer's own factor before the softmax.
+    """Queries of another attention module that reads what a layer holds, scaled for the layer's own factor.
 
     Attributes:
-        query: (b, q, t, d) post-RoPE; of the last t tokens of the forward.
-        visible: what each of them may see.
-        mass: for each part (m, s) the attention that it was given; None where it is not needed.
+        query: (b, q, t, d) post-RoPE, of the last t tokens of the forward.
+        visible: what each of these tokens may see.
+        mass: for each part (m, s) the attention that it received; None: it is not needed.
     """
 
     query: Tensor
@@ -311,21 +313,21 @@ class ReaderQueries:
     mass: list[Tensor] | None = None
 
     def and_next(self, other: ReaderQueries) -> ReaderQueries:
-        """Return the same and that of the next forward, as if all queries had come at once."""
+        """Join these queries and those of the next forward, as if all had come at once."""
         visible = other.visible.with_earlier(self.query.shape[2])
         return replace(other, query=torch.cat([self.query, other.query], 2), visible=visible)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """Recorded forwards whose last tokens a crop may take back.
+    """Recorded forwards whose last tokens a crop may remove.
 
     Attributes:
         query: (b, q, t, d) post-RoPE.
         visible: what each of them may see.
-        carry: what the attention had carried before.
-        decoded: they are decoded tokens if they stay, and not a prompt or a turn.
-        others: of the modules that read the same layer.
+        carry: the attention's carry before them.
+        decoded: the tokens count as decoded if they stay, and not as a prompt or a turn.
+        others: queries of other modules that read the same layer.
     """
 
     query: Tensor
@@ -336,11 +338,11 @@ class Pending:
 
     @property
     def tokens(self) -> int:
-        """How many tokens may be taken back."""
+        """Return how many tokens may be removed."""
         return self.query.shape[2]
 
     def followed_by(self, query: Tensor, visible: Visibility, others: Sequence[ReaderQueries] = ()) -> Pending:
-        """Return the same and the next forward, with queries (b, q, t, d), as if all had come at once."""
+        """Join these and the next forward, with queries (b, q, t, d), as if all had come at once."""
         joined = visible.with_earlier(self.tokens)
         both = tuple(old.and_next(new) for old, new in zip(self.others, others, strict=True))
         return replace(self, query=torch.cat([self.query, query], 2), visible=joined, others=both)
@@ -348,7 +350,7 @@ class Pending:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What a layer was before a draft; see `LayerState.checkpoint`."""
+    """The state of a layer before a draft; see `LayerState.checkpoint`."""
 
     stored: Stored
     observed: Observed
@@ -358,13 +360,13 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTokens:
-    """Tokens of a recorded forward that are decoded ones if they stay.
+    """Tokens of a recorded forward that count as decoded if they stay.
 
     Attributes:
         keys, values: (b, h, t, d) and (b, h, t, dv).
         query: (b, q, t, d) post-RoPE.
         visible: what each of them may see.
-        before: the layer as it was before the first of them, where the plan acts in their midst; else None.
+        before: the layer before the first of them, if the plan acts after some of them; else None.
     """
 
     keys: Tensor
@@ -379,7 +381,7 @@ class DraftTokens:
         return self.query.shape[2]
 
     def piece(self, first: int, count: int) -> DraftTokens:
-        """Return `count` of them from `first` on, without `before`."""
+        """Return `count` of the tokens from `first` on, without `before`."""
         last = self.tokens - first - count
         return DraftTokens(
             keys=self.keys[:, :, first : first + count],
@@ -392,17 +394,17 @@ class DraftTokens:
 def encode_parts(
     parts: Sequence[PlainSegment], codec: Codec, first: Tensor | None, *, newest: int | None = None, seen: int = 0
 ) -> Sequence[Segment]:
-    """Return the segments of a group of layers, see `Codec.layer_groups`.
+    """Encode the tokens of a group of layers, see `Codec.layer_groups`.
 
     Args:
         parts: the same tokens of each layer.
         codec: of the last layer.
         first: see `Codec.encode`.
-        newest, seen: see `Codec.encode_aged`; None of a codec to which the age of tokens is nothing.
+        newest, seen: see `Codec.encode_aged`; None: the codec does not depend on the age of tokens.
 
     Raises:
         CacheMisuse: the layers hold different tokens.
-        MethodError: the codec returns something else than a segment for each layer.
+        MethodError: the codec does not return a segment for each layer.
     """
     _check(parts)
     found: Sequence[Segment]
@@ -420,9 +422,9 @@ def encode_parts(
 
 
 def join_parts(held: Sequence[Sequence[Segment]], codec: Codec, first: Tensor | None = None) -> list[list[Segment]]:
-    """Return the segments of a group of layers that share again, once the same has been done to each of them.
+    """Return the segments of a group of layers, sharing again what they shared, after the same change to each of them.
 
-    What waited for the whole group is encoded.
+    Tokens that waited for the whole group are encoded.
 
     Args:
         held: the segments of each layer.
@@ -462,20 +464,20 @@ def _same_tokens(one: Layout, other: Layout) -> bool:
 
 
 class LayerState:
-    """What one layer remembers between forwards.
+    """The state of one layer between forwards.
 
     Attributes:
         index: 0-based among the layers that the plan compresses.
         layers: how many layers the plan compresses.
-        offload: where the cache's segments live.
+        offload: holds the cache's segments that are on a tier.
         stored: what is held.
         observed: what earlier forwards and evictions left for the plan's methods.
         clock: when the plan acts next.
         model: what belongs to the model.
         pending: recorded forwards that wait for a crop.
-        draft: all tokens of the recorded forward that waits, where they are decoded ones.
-        without_fast_path: segments that `engine.fast_path` cannot read as they are stored; it need not look again.
-        layer_group: the layers whose tokens are encoded at once, this one among them; none where it is alone.
+        draft: the tokens of the recorded forward that waits, if they count as decoded.
+        without_fast_path: segments that `engine.fast_path` has found unreadable as they are stored.
+        layer_group: the layers whose tokens are encoded together with this one's, it included; empty: it is alone.
     """
 
     def __init__(self, index: int, layers: int = 1, offload: OffloadStore | None = None):
@@ -494,16 +496,16 @@ class LayerState:
 
     @property
     def rows(self) -> int:
-        """b; 0 before the first token."""
+        """Return b; 0 before the first token."""
         return 0 if self.stored.tail is None else self.stored.tail.rows
 
     @property
     def heads(self) -> int:
-        """h; 0 before the first token."""
+        """Return h; 0 before the first token."""
         return 0 if self.stored.tail is None else self.stored.tail.heads
 
     def codec(self, plan: Plan) -> Codec:
-        """Return the plan's codec, as it is on this layer."""
+        """Return the plan's codec for this layer."""
         if self._codec is None:
             context = CodecContext(
                 layer=self.index,
@@ -534,7 +536,7 @@ class LayerState:
 
     @property
     def layer_group(self) -> tuple[LayerState, ...]:
-        """The layers whose tokens are encoded at once, this one among them; none where it is alone."""
+        """Return the layers whose tokens are encoded together with this one's, it included; empty: it is alone."""
         # Weak: a layer would else keep itself alive through its own group.
         return tuple(state for each in self._layer_group if (state := each()) is not None)
 
@@ -543,12 +545,12 @@ class LayerState:
         self._layer_group = tuple(weakref.ref(state) for state in states)
 
     def check_fits(self, keys: Tensor) -> None:
-        """Raise where new keys (b, h, t, d) are of another batch or model than what is held."""
+        """Raise unless new keys (b, h, t, d) fit the batch and the model of what is held."""
         if self.stored.tail is not None:
             check_rows_and_heads(keys, self.stored.tail.rows, self.stored.tail.heads)
 
     def append(self, keys: Tensor, values: Tensor, *, exactly: bool) -> None:
-        """Let new keys (b, h, t, d) and values (b, h, t, dv) join the tail."""
+        """Append new keys (b, h, t, d) and values (b, h, t, dv) to the tail."""
         self.check_fits(keys)
         if self.stored.tail is None:
             self.stored.tail = Tail(keys.shape[0], keys.shape[1])
@@ -564,24 +566,24 @@ class LayerState:
         self.clock.growth += tokens
 
     def parts(self) -> list[Segment]:
-        """Return all that is held, in time order, where attention can read it."""
+        """Return all that is held, in time order and readable by attention."""
         parts = self.here()
         if self.stored.tail is not None and self.stored.tail.length:
             parts.append(self.stored.tail.as_segment())
         return parts
 
     def readable_parts(self) -> list[Segment]:
-        """Return all that is held as keys and values: `parts`, but where the layer holds latents."""
+        """Return all that is held as keys and values: `parts`, or for a layer of latents what they expand to."""
         parts = self.parts()
         return parts if self.model.latents is None else [as_one_head(part) for part in parts]
 
     def here(self, segments: Sequence[Segment] | None = None) -> list[Segment]:
-        """Return the segments where they can be read; those given are of this layer at an earlier time."""
+        """Return the segments, fetched from their tier; `segments`: those of this layer at an earlier time."""
         asked = self.stored.segments if segments is None else segments
         return list(asked) if self.offload is None else self.offload.get(self.index, asked, self.restored)
 
     def put_away(self) -> None:
-        """Send the segments where they live, with those of the layers in its group: nobody changes them any more."""
+        """Hand the segments of this layer and its group to their tier; they do not change any more."""
         group = self.group
         if self.offload is not None and self is group[-1]:
             kept = self.offload.put([each.index for each in group], [each.stored.segments for each in group])
@@ -614,7 +616,7 @@ class LayerState:
         return total
 
     def checkpoint(self) -> Checkpoint:
-        """Return what `restore` needs to make this layer again what it is now, until `end_draft`; copy no tensor."""
+        """Return what `restore` needs to undo later changes, until `end_draft`; no tensor is copied."""
         if self.offload is not None:
             self.offload.keep(self.index, self.stored.segments)
         return Checkpoint(
@@ -625,7 +627,7 @@ class LayerState:
         )
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore what the layer was. The checkpoint may be used once, since the layer goes on with its parts."""
+        """Restore the layer from a checkpoint, which can be used only once, since the layer takes over its parts."""
         self.stored, self.observed, self.clock = checkpoint.stored, checkpoint.observed, checkpoint.clock
         self.pending = checkpoint.pending
         self.put_away()
@@ -638,7 +640,7 @@ class LayerState:
         return draft
 
     def check_crop(self, count: int, *, exact: bool) -> None:
-        """Raise where the newest tokens cannot be taken back outside of a recorded forward."""
+        """Raise if the newest tokens cannot be removed outside of a recorded forward."""
         if count == 0 or self.stored.tail is None:
             return
         if not exact or self.stored.seen - count < self.clock.settled_seen or count > self.stored.tail.length:
@@ -649,14 +651,14 @@ class LayerState:
             )
 
     def crop(self, count: int, *, exact: bool) -> None:
-        """Take back the newest tokens outside of a recorded forward, where that leaves no trace."""
+        """Remove the newest tokens outside of a recorded forward, if nothing depends on them yet."""
         self.check_crop(count, exact=exact)
         if count and self.stored.tail is not None:
             self.forget_newest(count)
             self.observed.carry = {}
 
     def tokens_until_action(self, plan: Plan) -> int | None:
-        """Return after how many new tokens, at once or one by one, the plan acts next while it decodes; None: never."""
+        """Return after how many decoded tokens, at once or one by one, the plan acts next; None: never."""
         codec, counts = self.codec(plan), []
         if codec.block and self.stored.tail is not None:
             counts.append(max(1, codec.tail + codec.block - self.stored.tail.length))
@@ -666,7 +668,7 @@ class LayerState:
         return min(counts) if counts else None
 
     def tokens_until_eviction(self, plan: Plan) -> int | None:
-        """Return the same, until the plan evicts next."""
+        """Return after how many decoded tokens the plan evicts next; None: never."""
         if plan.slack_tokens is None:
             return None
         return 1 if self.clock.evict_at is None else max(1, self.clock.evict_at - self.clock.growth + 1)
@@ -680,7 +682,7 @@ class LayerState:
             self.clock.growth -= count
 
     def select_rows(self, index: Tensor) -> None:
-        """Become the layer of a batch made of the rows `index` (k,) int64 of this one."""
+        """Keep only the rows `index` (k,) int64, in this order; a row may occur several times."""
         if self.pending is not None:
             raise CacheMisuse("the rows of a cache cannot change between a recorded forward and its crop")
         if self.stored.tail is None:
@@ -697,7 +699,7 @@ class LayerState:
         self.rejoin()
 
     def rejoin(self) -> None:
-        """Put the segments away; those of layers that are encoded together once the last of them is there to share."""
+        """Hand the segments to their tier; those of layers that are encoded together at the call for the last one."""
         layers = self.layer_group
         if layers and not self.completes:
             return
@@ -711,16 +713,16 @@ class LayerState:
 
     @property
     def completes(self) -> bool:
-        """Whether it is the last of layers that are encoded together."""
+        """Whether it is the last of the layers that are encoded together."""
         return bool(self._layer_group) and self is self._layer_group[-1]()
 
     @property
     def group(self) -> tuple[LayerState, ...]:
-        """`layer_group`, or this layer alone."""
+        """Return `layer_group`, or this layer alone."""
         return self.layer_group or (self,)
 
     def device_bytes(self) -> int:
-        """Return what this layer takes on the device, but for segments that are offloaded."""
+        """Return the bytes of this layer on the device, without segments that are offloaded."""
         return storage_bytes(tensor for entry in self._own_entries(0) for tensor in entry.tensors.values())
 
     def entries(self, layer: int) -> list[Entry]:
@@ -756,7 +758,7 @@ class LayerState:
 
 
 def check_rows_and_heads(keys: Tensor, rows: int, heads: int) -> None:
-    """Raise where new keys (b, h, t, d) are not of the rows and kv heads that are held."""
+    """Raise unless new keys (b, h, t, d) have the rows and kv heads of what is held."""
     if (keys.shape[0], keys.shape[1]) != (rows, heads):
         raise CacheMisuse(
             f"this cache holds {rows} rows of {heads} kv heads, and got new keys of shape {tuple(keys.shape)}; use a "
@@ -765,7 +767,7 @@ def check_rows_and_heads(keys: Tensor, rows: int, heads: int) -> None:
 
 
 def _real_counts(layout: Layout, real: Tensor) -> Tensor:
-    """(b, h) int64 on the CPU: slots of a layout that are filled with a token and not with padding.
+    """Return (b, h) int64 on the CPU: how many slots of a layout are filled, padding excluded.
 
     Args:
         layout: m lanes of s slots.

@@ -1,4 +1,4 @@
-"""What a layer holds, of whatever parts, as padded rows: the view that scorers and allocators get."""
+"""What a layer holds as padded rows, whatever its parts: the view that scorers and allocators get."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["by_column", "forget_evicted", "count_if_known", "stored_sides", "vie
 def view_held(
     state: LayerState, visible: Visibility, needs: Needs, layers: int, budget: Tensor | None = None
 ) -> tuple[Held, list[Tensor]]:
-    """Return what the layer holds as padded rows, and where each slot of each part stands in them.
+    """Return what the layer holds as padded rows, and the place of each part's slots in them.
 
     Args:
         state: of the layer.
@@ -103,7 +103,7 @@ def view_held(
 def by_column(numbers: Tensor, held: Held) -> tuple[Tensor, Tensor]:
     """Return scores (b, h, n) or notes (b, h, c, n), and their columns (b, h, n), valid tokens first.
 
-    Filler's columns lie past all others.
+    Columns of filler are larger than all others.
     """
     far = torch.iinfo(torch.int32).max
     columns = held.positions.to(torch.int32).masked_fill(~held.valid, far)
@@ -112,7 +112,7 @@ def by_column(numbers: Tensor, held: Held) -> tuple[Tensor, Tensor]:
 
 
 def forget_evicted(state: LayerState, held: Held, keep: Tensor, longest: int) -> None:
-    """Remember of the scorer's numbers those of the tokens (b, h, n) that stay, so many at most."""
+    """Keep only the scorer's numbers of the tokens (b, h, n) that stay, at most `longest` for each head."""
     observed = state.observed
     if observed.scored is None or observed.scored_columns is None:
         return
@@ -122,15 +122,15 @@ def forget_evicted(state: LayerState, held: Held, keep: Tensor, longest: int) ->
 
 
 def count_if_known(held: Held, window: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return how many tokens heads hold and must keep, as far as the host knows without a look at the device.
+    """Return how many tokens heads hold and must keep, if the host knows it without waiting for the device.
 
     Args:
-        held: what `view_held` shows of it.
+        held: what `view_held` returned.
         window: (b,) int64 on the CPU: the newest tokens of each row that must stay.
 
     Returns:
-        (b, h) int64 on the CPU: the tokens that are held, and those of them in the window. None where it takes the
-        device's numbers: with padding, with heads on other processes, and where heads may lack some of the newest.
+        (b, h) int64 on the CPU: the tokens that are held, and those of them in the window. None with padding, with
+        heads on other processes, and if heads may lack some of the newest tokens.
     """
     if held.front is None or held.share.ranks > 1 or held.newest < min(int(window.max()), held.seen):
         return None
@@ -138,12 +138,12 @@ def count_if_known(held: Held, window: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def stored_sides(state: LayerState, held: Held) -> tuple[Tensor, Tensor]:
-    """Return what a view shows, as the layer stores it: keys and values, or latents and rotated keys."""
+    """Return the states of a view as the layer stores them: keys and values, or latents and rotated keys."""
     return (held.keys, held.values) if state.model.latents is None else parted(held.keys, held.values)
 
 
 def _with_memories(held: Held, state: LayerState, needs: Needs) -> Held:
-    """The same with what earlier evictions and the reconstruction said of the tokens that are still held."""
+    """Add what earlier evictions and the reconstruction have left for the tokens that are still held."""
     if needs.previous:
         b, h, n = held.positions.shape
         shape = (b, h, needs.notes, n) if needs.notes else (b, h, n)
@@ -181,7 +181,7 @@ def _padded(
     longest: int,
     filler: float,
 ) -> Tensor:
-    """(b * h, longest, ...) in time order, from a piece (m, s, ...) for each part."""
+    """Return (b * h, longest, ...) in time order, from a piece (m, s, ...) of each part."""
     inner, slots_in_all = pieces[0].shape[2:], owners * longest
     # One more slot takes the filler of ragged lanes: which slots those are is known to the device alone.
     whole = torch.full((slots_in_all + 1, *inner), filler, dtype=pieces[0].dtype, device=pieces[0].device)

@@ -1,7 +1,7 @@
 """The cache that a user hands to `model.generate()`: transformers' `Cache`, made of our layers.
 
-Outside it speaks of tokens *seen* (positions, slicing of inputs, mask sizes); inside each layer holds what its plan
-left.
+To transformers it reports tokens *seen* (positions, slicing of inputs, mask sizes); its layers hold the tokens that
+the plan keeps.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ __all__ = ["KvCache"]
 
 
 class KvCache(Cache):
-    """A cache that compresses by a plan. Made by `kvtailor.cache_for`; one for each conversation or batch.
+    """A cache that compresses by a plan. `kvtailor.cache_for` makes it, one for each conversation or batch.
 
     Attributes:
-        plan: what it does.
+        plan: how it compresses.
         geometry: of the model that it was made for.
-        share: which of the model's kv heads this process holds; all, but under tensor parallelism.
-        guard: what this cache and its layers check together.
+        share: which of the model's kv heads this process holds; all of them without tensor parallelism.
+        guard: the checks that this cache and its layers share.
         engine: the engine and the state of the compressed layers.
         calibrations: the files whose tensors the plan's methods read.
         lease: keeps the model's attention ours while this cache or a copy of it is alive; see `hf.switch`.
@@ -89,7 +89,7 @@ class KvCache(Cache):
 
     @property
     def conversation(self) -> Conversation:
-        """Which token ids it has seen, as far as kvtailor was shown them."""
+        """Return the token ids that it has seen, as far as kvtailor knows them."""
         self._conversation.take_notes(seen=self.seen, real=self.guard.real)
         return self._conversation
 
@@ -98,7 +98,7 @@ class KvCache(Cache):
         self._conversation = value
 
     def take_ids(self, ids: Tensor, mask: Tensor | None, at: int) -> None:
-        """Take note of ids (b, t) that it has seen from column `at` on; see `Conversation.append`."""
+        """Record ids (b, t) that it has seen from column `at` on; see `Conversation.append`."""
         self._conversation.append(ids, mask, at=at)
         if self._conversation.columns == self.seen:
             # Whatever else was noted was taken back, as the passes of a plan that reads a context twice.
@@ -116,12 +116,12 @@ class KvCache(Cache):
 
     @property
     def seen(self) -> int:
-        """Tokens seen, padding included."""
+        """Return how many tokens were seen, padding included."""
         return int(self.layers[self._first_keys].get_seq_length())
 
     @property
     def rows(self) -> int:
-        """b; 0 before the first token."""
+        """Return b; 0 before the first token."""
         if self.engine.states:
             return self.engine.states[0].rows
         windows = [layer for layer in self.layers if isinstance(layer, WindowLayer) and layer.is_initialized]
@@ -129,20 +129,20 @@ class KvCache(Cache):
 
     @property
     def replays(self) -> ReplayCounts | None:
-        """How many forwards were replayed, and why the others were not; None without `graphs=True`."""
+        """Return how many forwards were replayed, and why the others were not; None without `graphs=True`."""
         return None
 
     def check_ids(self, input_ids: Tensor) -> None:
-        """Raise where a conversation is not one whose beginning this cache has seen.
+        """Raise unless a conversation begins with what this cache has seen.
 
-        `generate()` and sessions call this by themselves. Of what was fed as embeddings, or in a way that shows no ids,
-        the cache has the length alone.
+        `generate()` and sessions call this themselves. Of tokens whose ids were not shown, such as embeddings, the
+        cache knows only how many there were.
 
         Args:
             input_ids: (b, n) token ids of the whole conversation, the tokens seen included.
 
         Raises:
-            CacheMisuse: it is no longer than what was seen, has other rows, or begins otherwise.
+            CacheMisuse: the conversation is no longer than what was seen, has other rows, or begins otherwise.
         """
         self.conversation.check(input_ids, seen=self.seen, rows=self.rows)
 
@@ -155,7 +155,7 @@ class KvCache(Cache):
         return f"{plan}{held}, bytes={ledger.total} of {ledger.full})"
 
     def _repr_html_(self) -> str:
-        """For notebooks: what the cache holds now, and under which plan."""
+        """Return a table for notebooks: what the cache holds now, and under which plan."""
         parts = [self.ledger()._repr_html_()] if self.seen else []
         return html_block(repr(self), *parts, self.plan._repr_html_())
 
@@ -169,18 +169,18 @@ class KvCache(Cache):
         return torch.stack([state.counts(self.guard.real) for state in self.engine.states], 1)
 
     def whole_ledger(self) -> Ledger:
-        """Return what all processes hold of this cache: the sum of their ledgers, and `ledger()` where there is one.
+        """Return the sum of the ledgers of all processes that hold this cache; with one process the same as `ledger()`.
 
-        Where the kv heads lie on several processes, all of them call it, or those that do wait for the others.
+        If the kv heads lie on several processes, all of them must call it: each waits for the others.
         """
         own = self.ledger()
         return Ledger.joined(gather_objects(self.share, own)) if isinstance(self.share, RankHeads) else own
 
     def ledger(self) -> Ledger:
-        """Return what this cache costs now, read from its storages.
+        """Return the bytes that this cache takes now, read from its storages.
 
-        Where the kv heads lie on several processes it is what this one holds, beside its own share of the uncompressed
-        cache. So `ratio` is true of this process, and no other need call it; `whole_ledger()` is of all of them.
+        If the kv heads lie on several processes, it covers this process alone, and so does the uncompressed cache that
+        `ratio` compares with. No other process needs to call it; `whole_ledger()` covers all of them.
         """
         entries: list[Entry] = []
         states = iter(self.engine.states)
@@ -214,19 +214,19 @@ class KvCache(Cache):
         )
 
     def traffic(self) -> Traffic:
-        """Return what has moved between tiers since this cache was made."""
+        """Return counts of what has moved between tiers since this cache was made."""
         return self.engine.offload.traffic()
 
     def save(self, path: Any) -> None:
         """Write the compressed cache to one safetensors file; see `kvtailor.load_cache`.
 
-        Where the kv heads lie on several processes, all of them call it, and `path` becomes a folder.
+        If the kv heads lie on several processes, all of them must call it, and `path` becomes a folder.
         """
         self.guard.check_settled()
         save(path, self.layers, self.guard, self.conversation)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be pickled: a pickle would have no marks of the model and no checksums."""
+        """Refuse to be pickled: a pickle would have no checksums, and nothing that identifies the model."""
         raise CacheMisuse(
             "a cache cannot be pickled; write it with cache.save(path), and read it with "
             "kvtailor.load_cache(model, path), which other processes can do as well"
@@ -259,11 +259,11 @@ class KvCache(Cache):
     def activate_past_recording(self) -> None:
         """Let each forward from now on wait for `crop`; transformers' assisted decoding calls this before it begins.
 
-        On an empty cache the first forward is the prompt, and what comes after it are decoded tokens, however many come
-        at once.
+        On an empty cache the first forward is the prompt. All tokens after it count as decoded, however many come in
+        one forward.
 
         Raises:
-            CacheMisuse: transformers' assisted decoding begins, and would not give the text of plain decoding.
+            CacheMisuse: transformers' assisted decoding would generate another text than plain decoding.
         """
         obstacle = self.geometry.taking_back_refusal()
         if obstacle is not None:
@@ -291,7 +291,7 @@ class KvCache(Cache):
             self.take_ids(*ids, at=0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i become what row beam_idx[i] was (beam search)."""
+        """Replace row i by row beam_idx[i] (beam search)."""
         self._check_rows_may_change()
         with self.guard.changing("a reordering of the rows"):
             super().reorder_cache(beam_idx)
@@ -301,7 +301,7 @@ class KvCache(Cache):
             self._conversation.select_rows(beam_idx.tolist(), seen=self.seen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row so many times, next to itself."""
+        """Repeat each row `repeats` times; the copies of a row are adjacent."""
         self._check_rows_may_change()
         rows = self.rows
         with self.guard.changing("a repetition of the rows"):
@@ -312,7 +312,7 @@ class KvCache(Cache):
                 self.guard.real = self.guard.real.repeat_interleave(repeats, 0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows, given as indices or as a boolean mask."""
+        """Keep only the rows given as indices or as a boolean mask."""
         self._check_rows_may_change()
         chosen = torch.arange(self.rows)[indices.cpu()].tolist()
         with self.guard.changing("a choice of rows"):
@@ -323,7 +323,7 @@ class KvCache(Cache):
                 self.guard.real = self.guard.real[indices.to(self.guard.real.device)]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest tokens; `tokens_to_remove` is minus their number."""
+        """Remove the newest tokens; `tokens_to_remove` is minus their number."""
         count = -int(tokens_to_remove)
         if count < 0:
             raise CacheMisuse(f"crop takes minus the number of tokens to remove, and got {-count}")
@@ -342,20 +342,20 @@ class KvCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether a crop can undo the newest forward whatever it brings: while forwards are recorded.
+        """Whether a crop can undo any forward from now on, which is so while forwards are recorded.
 
-        transformers asks it in assisted decoding, and elsewhere before it feeds tokens that it may take back.
+        transformers reads this in assisted decoding, and elsewhere before it feeds tokens that it may remove again.
         """
         return isinstance(self.engine.phase, Recording)
 
     @property
     def is_linear(self) -> list[bool]:
-        """Of each layer, whether it keeps states and no keys."""
+        """Return for each layer whether it keeps states and no keys."""
         return [isinstance(layer, StateLayer) for layer in self.layers]
 
     @property
     def is_dummy(self) -> list[bool]:
-        """Of each layer, whether it keeps nothing."""
+        """Return for each layer whether it keeps nothing."""
         return [isinstance(layer, EmptyLayer) for layer in self.layers]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -389,7 +389,7 @@ class KvCache(Cache):
         return length
 
     def _read_anew(self, asker: Preparing, seen: int) -> int:
-        """Forget what was seen, let the whole text be fed, and tell a length for which the cache is not dropped."""
+        """Empty the cache so that the whole text is fed again, and return a length with which transformers keeps it."""
         border = self.guard.border
         assert border is not None
         if seen and border.turns:
@@ -399,7 +399,7 @@ class KvCache(Cache):
         return border.tokens + 1
 
     def _generate_begins(self, call: GenerateCall) -> None:
-        """Raise where `generate()` goes on with another conversation; else remember what it will feed."""
+        """Raise if `generate()` continues another conversation; else remember what it will feed."""
         if not call.uses_cache:
             raise CacheMisuse(
                 "use_cache=False, of this call or of the model's generation config (generation_config.json), feeds the "
@@ -435,7 +435,7 @@ class KvCache(Cache):
             self._conversation.append(call.ids if alone else call.ids[:, seen:], call.real, at=seen)
 
     def _check_reads_anew(self, *, seen: int, after: int, what: str, why: str = "") -> None:
-        """Raise where a text crosses the border of its model's long rope, and cannot be read anew there."""
+        """Raise if a text crosses the border of its model's long rope and cannot be read again from the start."""
         if self.engine.needs.reconstruction:
             why = f"{self.plan} reads its context twice, which generate() does not"
         elif not isinstance(self.engine.phase, Compressing):
@@ -445,10 +445,10 @@ class KvCache(Cache):
 
     @run_eagerly
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return length and offset of a layer's mask, for which a forward asks before its layers.
+        """Return length and offset of a layer's mask; a forward calls this before its layers.
 
         Raises:
-            CacheMisuse: `generate()` found nothing new in its input, or the model would not read this cache as it is.
+            CacheMisuse: `generate()` got no new tokens, or the model would read this cache wrongly.
         """
         if not query_length and self.seen:
             raise CacheMisuse(

@@ -1,4 +1,4 @@
-"""A cache for a model under a plan: what is checked first, and what its layers get of calibration and modules."""
+"""Making a cache for a model under a plan: the checks before it, and the calibration and modules that layers need."""
 
 from __future__ import annotations
 
@@ -48,35 +48,35 @@ _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @check_call
 def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False, cache_dtype: torch.dtype | None = None) -> KvCache:
-    """Make a cache that compresses by a plan, to be handed to the model as `cache`.
+    """Make a cache that compresses by a plan; hand it to the model as `cache`.
 
     ```python
     cache = kvtailor.cache_for(model, "snapkv + adakv @ tokens=1024")
     output = model.generate(**inputs, cache=cache)  # before transformers 5.24: past_key_values=cache
     ```
 
-    The model's attention is switched to "kvtailor" (`model.set_attn_implementation`), which is transformers' own sdpa
-    for every other cache. The model gets its own attention back once no cache of ours is alive.
+    The model's attention is switched to "kvtailor" (`model.set_attn_implementation`), which runs transformers' own sdpa
+    for every other cache. The model gets its own attention back once none of its kvtailor caches is alive.
 
-    Where several processes share the model (tensor parallelism), all of them call it, with one plan.
+    If several processes share the model (tensor parallelism), all of them must call it, with the same plan.
 
     Args:
         model: a transformers decoder-only model.
         plan: one line or a `Plan`.
-        graphs: replay decoded tokens as a CUDA graph, as in `kvtailor.generate`, behind plain `model.generate()`. For
-            the time that such a cache is alive the model's `forward` is ours, which replays what it can and runs the
-            model's own forward for everything else; `cache.replays` counts both.
-        cache_dtype: in which keys and values are held. bfloat16 or float16 halve the bytes of a model in float32, whose
-            queries, softmax and outputs stay float32, as do the model's own windows and states. None: what
-            `kvtailor.load_model` chose for this model, else the model's own.
+        graphs: replay decoded tokens as a CUDA graph, as in `kvtailor.generate`, under plain `model.generate()`. While
+            such a cache is alive, the model's `forward` is replaced by one that replays what it can and otherwise runs
+            the model's own; `cache.replays` counts both.
+        cache_dtype: dtype in which keys and values are held. bfloat16 or float16 halve the bytes of a float32 model's
+            cache; queries, softmax, outputs, and the model's own windows and states stay float32. None: what
+            `kvtailor.load_model` chose for this model, else the model's own dtype.
 
     Raises:
         ArgumentError: a cache of this model cannot hold that dtype.
-        PlanError: with all faults of the plan, or where a method of it was made for a model of other sizes.
-        UnsupportedModel: for a model that cannot be compressed, or whose steps cannot be recorded where `graphs` is
-            set, before anything is changed.
-        CacheMisuse: several processes share the model, and `graphs` is set or the cache would be in another dtype.
-        CalibrationError: a method needs a calibration, and there is none for this very model.
+        PlanError: the plan has faults, all of which it lists, or a method of it was made for a model of other sizes.
+        UnsupportedModel: the model cannot be compressed, or its steps cannot be recorded although `graphs` is set;
+            nothing has been changed.
+        CacheMisuse: several processes share the model, and `graphs` is set or the cache would have another dtype.
+        CalibrationError: a method needs a calibration, and there is none for exactly this model.
     """
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
     attending = check(model, NAME)
@@ -115,14 +115,14 @@ def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False, cache_dtype
 
 
 def make_gathering_cache(model: Any, needs: Needs) -> KvCache:
-    """Return a cache under the null plan that gathers evidence for others, see `hf.run.kept_prompt`.
+    """Make a cache under the null plan that gathers evidence for other plans, see `hf.run.kept_prompt`.
 
     Args:
         model: see `cache_for`.
-        needs: what is gathered.
+        needs: the evidence to gather.
 
     Raises:
-        UnsupportedModel: see `cache_for`; or its modules do not show the rotary embedding that the needs take.
+        UnsupportedModel: see `cache_for`; or the needs take a rotary embedding that the model's modules do not show.
     """
     cache = cache_for(model, Plan())
     places = find_layer_devices(model, cache.geometry)
@@ -133,7 +133,7 @@ def make_gathering_cache(model: Any, needs: Needs) -> KvCache:
 
 
 def _warn_of_double(model: Any) -> None:
-    """Warn once of a model in float64, whose decoded tokens have less."""
+    """Warn once that decoded tokens of a float64 model are computed with less precision."""
     if getattr(model, "dtype", None) is torch.float64 and model not in _told:
         _told.add(model)
         warnings.warn(
@@ -144,20 +144,20 @@ def _warn_of_double(model: Any) -> None:
 
 
 def check_fit(model: Any, plan: Plan, geometry: Geometry) -> tuple[list[torch.device], dict[int, Any], HeadShare]:
-    """Refuse a plan that a model cannot have, before anything is made of it.
+    """Check a plan against a model, before anything is made.
 
     Args:
-        model: that kvtailor supports.
-        plan: for its cache.
+        model: one that kvtailor supports.
+        plan: of the cache.
         geometry: of the model.
 
     Returns:
-        The devices of the compressed layers, their modules by layer as far as the model shows them, and which of the
-        model's kv heads this process has.
+        The devices of the compressed layers, their modules by layer as far as the model shows them, and the model's kv
+        heads that this process holds.
 
     Raises:
-        PlanError: with all that speaks against the plan.
-        UnsupportedModel: the model's heads lie on processes in a way that the plan does not serve.
+        PlanError: the model does not support the plan; lists all reasons.
+        UnsupportedModel: the plan does not support the way in which the model's heads lie on processes.
     """
     places = find_layer_devices(model, geometry)
     devices = [places[layer] for layer in geometry.compressed]
@@ -175,7 +175,7 @@ def check_fit(model: Any, plan: Plan, geometry: Geometry) -> tuple[list[torch.de
 
 
 def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device], needs: Needs) -> None:
-    """Give the layers what their plan needs of calibration files, and `needs` of the model's own modules."""
+    """Give the layers what the plan needs of calibration files, and what `needs` takes of the model's modules."""
     geometry = cache.geometry
     _calibrate(cache, model, devices)
     if needs.offset:
@@ -206,7 +206,7 @@ def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device], needs: N
 
 
 def _centre(cache: KvCache, model: Any) -> None:
-    """Give the layers the constant part of their keys; where several processes share the model, warn instead."""
+    """Give the layers the constant part of their keys; if several processes share the model, warn instead."""
     shapes = cache.own_geometry.shapes
     modules, known = modules_by_layer(model, attending=_with_states(cache.geometry)), dict[object, Rotation]()
     biased = []
@@ -228,7 +228,7 @@ def _centre(cache: KvCache, model: Any) -> None:
 
 
 def _with_states(geometry: Geometry) -> list[int]:
-    """The compressed layers that keep a state as well."""
+    """Return the compressed layers that keep a state as well."""
     return [layer for layer in geometry.compressed if geometry.shapes[layer].states]
 
 
@@ -243,7 +243,7 @@ def find_layer_devices(model: Any, geometry: Geometry) -> list[torch.device]:
 
 
 def _groups_apart(plan: Plan, devices: Sequence[torch.device]) -> list[str]:
-    """Layers that the plan's codec stores together and that lie on different devices, a sentence for the first."""
+    """Describe the first layers that the codec stores together and that lie on different devices, if there are any."""
     for group in plan.encode.layer_groups(len(devices)):
         found = dict.fromkeys(str(devices[layer]) for layer in group)
         if len(found) > 1:
@@ -279,7 +279,7 @@ def _calibrate(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> N
 
 
 def _own(tensor: Tensor, name: str, cache: KvCache) -> Tensor:
-    """One layer's tensor of the scorer's calibration; of one for each kv head, those of this process's heads."""
+    """Return one layer's part of a calibration tensor; of one entry for each kv head, those of this process's heads."""
     methods = calibrated(with_nested(cache.plan.score)) if cache.plan.score is not None else []
     by_head = any(name in each.per_head for each in methods)
     return cache.share.own(tensor, 0) if by_head else tensor
