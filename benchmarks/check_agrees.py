@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvtailor.bench.safety.check import MARGIN
-from kvtailor.bench.safety.verdict import HARMFUL, NOT_MEASURED, SAFE, SafetyVerdict, judged
+from kvtailor.bench.safety.verdict import HARMFUL, NOT_MEASURED, SAFE, Verdict, judged
 from kvtailor.bench.schema import Record, latest, read_records
 from kvtailor.errors import PlanError
 from kvtailor.plan import Plan
@@ -25,9 +25,7 @@ from kvtailor.plan import Plan
 _BUDGET = 0.1
 
 
-def pairs_of(
-    check: Sequence[Record], bench: Sequence[Record], margin: float
-) -> list[tuple[SafetyVerdict, SafetyVerdict]]:
+def pairs_of(check: Sequence[Record], bench: Sequence[Record], margin: float) -> list[tuple[Verdict, Verdict]]:
     """Return the verdicts of plans that both have, the check's first.
 
     Args:
@@ -47,12 +45,12 @@ def pairs_of(
     return found
 
 
-def contradicts(mine: SafetyVerdict, theirs: SafetyVerdict) -> bool:
+def contradicts(mine: Verdict, theirs: Verdict) -> bool:
     """Return whether one says safe and the other harmful."""
     return {mine.word, theirs.word} == {SAFE, HARMFUL}
 
 
-def _plan(key: str, verdict: SafetyVerdict) -> Plan | None:
+def _plan(key: str, verdict: Verdict) -> Plan | None:
     """The plan of a verdict; None where its words mean another plan now than when it was measured."""
     try:
         plan = Plan.parse(verdict.plan)
@@ -91,7 +89,7 @@ def main() -> int:
     return 1 if bad or not pairs else 0
 
 
-def _told(verdict: SafetyVerdict) -> str:
+def _told(verdict: Verdict) -> str:
     loss = verdict.loss
     assert loss is not None
     ends = "" if loss.low is None or loss.high is None else f" ({loss.low:+.3f} to {loss.high:+.3f})"

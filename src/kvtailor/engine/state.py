@@ -573,7 +573,7 @@ class LayerState:
         return parts
 
     def readable_parts(self) -> list[Segment]:
-        """Return all that is held as keys and values: `parts`, or for a layer of latents what they expand to."""
+        """Return all that is held as keys and values: `parts`, or for a layer of latents these as one kv head."""
         parts = self.parts()
         return parts if self.model.latents is None else [as_one_head(part) for part in parts]
 

@@ -21,7 +21,7 @@ from kvtailor.bench.safety.keys import cause_of, key_shape
 from kvtailor.bench.safety.page import BETWEEN, PAGE, page, parted
 from kvtailor.bench.safety.plans import CheckedPlan, candidates_of, length_of
 from kvtailor.bench.safety.result import ModelCheck
-from kvtailor.bench.safety.verdict import HARMFUL, SafetyVerdict, judged
+from kvtailor.bench.safety.verdict import HARMFUL, Verdict, judged
 from kvtailor.bench.schema import Record
 from kvtailor.bench.stages import Progress, Silent
 from kvtailor.bench.subject import Subject
@@ -267,7 +267,7 @@ def _parts(texts: object, subject: Subject, size: tuple[int, int]) -> tuple[Text
     return parts
 
 
-def _filled(candidate: CheckedPlan, verdict: SafetyVerdict, shape: Any, geometry: Geometry) -> SafetyVerdict:
+def _filled(candidate: CheckedPlan, verdict: Verdict, shape: Any, geometry: Geometry) -> Verdict:
     plan = candidate.contestant.plan
     assert plan is not None
     cause = cause_of(plan, shape, geometry)

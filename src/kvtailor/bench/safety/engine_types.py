@@ -15,7 +15,7 @@ from kvtailor.bench.report.tables.grid import interval
 from kvtailor.bench.safety.check import MARGIN, check_model
 from kvtailor.bench.safety.plans import candidates_of
 from kvtailor.bench.safety.result import ModelCheck, filled, left_out
-from kvtailor.bench.safety.verdict import SafetyVerdict
+from kvtailor.bench.safety.verdict import Verdict
 from kvtailor.bench.stages import Progress
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError, PlanError, UnknownName
@@ -39,7 +39,7 @@ class TypeCost:
 
     option: str
     limits: str
-    verdict: SafetyVerdict
+    verdict: Verdict
 
     @property
     def sentence(self) -> str:

@@ -15,7 +15,7 @@ from kvtailor.bench.safety.verdict import (
     NOT_SHOWN,
     SAFE,
     SHARES,
-    SafetyVerdict,
+    Verdict,
     mildest,
     taken,
 )
@@ -58,14 +58,14 @@ class ModelCheck:
     margin: float
     length: int
     facts: tuple[str, ...]
-    verdicts: tuple[SafetyVerdict, ...]
+    verdicts: tuple[Verdict, ...]
     without: Mapping[str, str] = field(default_factory=dict)
     records: tuple[Record, ...] = ()
     out: Path | None = None
     unanswered: str = ""
 
     @cached_property
-    def take(self) -> Mapping[str, SafetyVerdict | None]:
+    def take(self) -> Mapping[str, Verdict | None]:
         """The plan to take at "about half", "a quarter", "a fifth" and "an eighth" of 16-bit bytes; None: none is safe
         there."""
         return taken(self.verdicts)
@@ -78,7 +78,7 @@ class ModelCheck:
             return f"kvtailor fit --model {self.model} --text FILE --memory 50%"
         return f'kvtailor run --model {self.model} --plan "{chosen.plan}" --prompt-file FILE'
 
-    def verdict(self, plan: str | Plan) -> SafetyVerdict:
+    def verdict(self, plan: str | Plan) -> Verdict:
         """Return the verdict of a plan, in any spelling; of a preset's name that whose budget the check chose.
 
         Raises:
@@ -97,7 +97,7 @@ class ModelCheck:
                 return each
         raise UnknownName("plan in this check", text, [each.plan for each in self.verdicts])
 
-    def of(self, word: str) -> list[SafetyVerdict]:
+    def of(self, word: str) -> list[Verdict]:
         """Return the verdicts with one of the words, the plans of fewest bytes first."""
         return sorted((each for each in self.verdicts if each.word == word), key=lambda each: each.bytes)
 
@@ -186,7 +186,7 @@ class ModelCheck:
         return html_block(f"kvtailor.check_model: {self.model}", table, lead=lead, notes=self.facts)
 
 
-def _row(each: SafetyVerdict) -> list[str]:
+def _row(each: Verdict) -> list[str]:
     """A plan: its name, bytes, loss and answers; below it why it harms, where its name does not say it."""
     name = f"  {each.plan}"
     if each.loss is None:
@@ -202,11 +202,11 @@ def _row(each: SafetyVerdict) -> list[str]:
     return found
 
 
-def _later(each: SafetyVerdict) -> str:
+def _later(each: Verdict) -> str:
     return ", and not for questions that come after the context" if each.forgets else ""
 
 
-def _share(each: SafetyVerdict) -> str:
+def _share(each: Verdict) -> str:
     return f"{100 * each.bytes:.0f} %"
 
 

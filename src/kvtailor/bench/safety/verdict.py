@@ -18,7 +18,7 @@ __all__ = [
     "SAFE",
     "SHARES",
     "Answered",
-    "SafetyVerdict",
+    "Verdict",
     "judged",
     "mildest",
     "taken",
@@ -52,7 +52,7 @@ class Answered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SafetyVerdict:
+class Verdict:
     """What is shown of one plan on one model.
 
     Attributes:
@@ -110,7 +110,7 @@ class SafetyVerdict:
         return self.after is not None and self.after.lost
 
 
-def judged(records: Sequence[Record], margin: float) -> dict[str, SafetyVerdict]:
+def judged(records: Sequence[Record], margin: float) -> dict[str, Verdict]:
     """Return what records show of each plan but 'full', by plan hash; `bytes` and `cause` are left to be filled in.
 
     A plan is safe where the upper end of its loss's 95 % interval is at most `margin` and no answers that were asked
@@ -130,7 +130,7 @@ def judged(records: Sequence[Record], margin: float) -> dict[str, SafetyVerdict]
         texts = [pair for pair in pairs if pair[0].task == "perplexity"]
         if not texts or errors:
             error = errors[0] if errors else "the uncompressed cache has no numbers there"
-            found[plan] = SafetyVerdict(plan=first.label, bytes=1.0, word=NOT_MEASURED, error=error)
+            found[plan] = Verdict(plan=first.label, bytes=1.0, word=NOT_MEASURED, error=error)
             continue
         ours, theirs = (tuple(x for pair in texts for x in pair[side].values["nll"]) for side in (0, 1))
         loss = difference(ours, theirs, documents=documents_over([pair[0] for pair in texts]))
@@ -140,13 +140,13 @@ def judged(records: Sequence[Record], margin: float) -> dict[str, SafetyVerdict]
             word = HARMFUL
         elif loss.high is not None and loss.high <= margin:
             word = SAFE
-        found[plan] = SafetyVerdict(
+        found[plan] = Verdict(
             plan=first.label, bytes=1.0, word=word, loss=loss, windows=len(ours), inside=inside, after=after
         )
     return found
 
 
-def taken(verdicts: Sequence[SafetyVerdict]) -> Mapping[str, SafetyVerdict | None]:
+def taken(verdicts: Sequence[Verdict]) -> Mapping[str, Verdict | None]:
     """Return the plan to take at each of `SHARES`: of those that are safe there, the one with the least upper end.
 
     Plans that are shown to lose answers to later questions come last. None: no plan of so few bytes is safe.
@@ -154,12 +154,12 @@ def taken(verdicts: Sequence[SafetyVerdict]) -> Mapping[str, SafetyVerdict | Non
     return {words: _best(verdicts, share) for words, share in SHARES.items()}
 
 
-def _best(verdicts: Sequence[SafetyVerdict], share: float) -> SafetyVerdict | None:
+def _best(verdicts: Sequence[Verdict], share: float) -> Verdict | None:
     safe = [each for each in verdicts if each.word == SAFE and each.bytes <= _ABOUT * share]
     return min(safe, key=lambda each: (each.forgets, each.bound, each.bytes), default=None)
 
 
-def mildest(verdicts: Sequence[SafetyVerdict], share: float) -> SafetyVerdict | None:
+def mildest(verdicts: Sequence[Verdict], share: float) -> Verdict | None:
     """Return the plan of about so few bytes that lost least, whatever is shown of it; None where there is none."""
     near = [each for each in verdicts if each.loss is not None and each.bytes <= _ABOUT * share]
     return min(near, key=lambda each: each.loss.value if each.loss is not None else 0.0, default=None)
