@@ -274,7 +274,7 @@ class CacheGuard:
             if self._now is not None:
                 self._alone.refuse(self._unfinished(self._now))
             before = self._whole & ((1 << layer) - 1)
-            self._now = Progress(me, "done", layer - 1, before)
+            self._now = ForwardProgress(me, "done", layer - 1, before)
         yield
 
     @contextmanager
