@@ -12,6 +12,7 @@ import torch
 from tests.ops.cpu.coded_layouts import LAYOUTS, states_of
 from torch import Tensor
 
+from kvtailor.ops import cpu
 from kvtailor.ops.attention.cpu import sides
 from kvtailor.ops.codes.floats import exponent_scales, levels_of
 from kvtailor.ops.codes.quant import unpack
@@ -114,7 +115,7 @@ def test_it_is_made_once_and_no_part_of_a_copy(name: str) -> None:
 
 
 def test_kinds_have_the_numbers_of_the_source() -> None:
-    source = (Path(sides.__file__).parent / "layouts.h").read_text(encoding="utf-8")
+    source = (Path(cpu.__file__).parent / "layouts.h").read_text(encoding="utf-8")
     body = re.search(r"enum Kind \{(.*?)\};", source, re.DOTALL)
     assert body is not None
     known = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", body[1])}
