@@ -96,7 +96,7 @@ MUTATIONS = (
     ),
     Mutation(
         "engine/apply.py",
-        "keep & ~_only_codes(state, plan, slots, keep)",
+        "keep & ~_mark_codes(state, plan, slots, keep)",
         "keep",
         "tokens are folded into codes that do not change",
         ("seam/methods/test_truth_of_merging.py", "seam/methods/test_merging.py", "engine/test_apply.py"),
