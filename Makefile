@@ -14,7 +14,7 @@ DOCS_READY := .venv/.docs-ready
 # A host that many external links lead to: where it cannot be reached, there is no network.
 LINKED ?= arxiv.org
 
-.PHONY: demo test test-all check bench benchmark docs docs-links cost package ready gpu-day
+.PHONY: demo test test-all check bench benchmark pages docs docs-links cost package ready gpu-day
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -38,6 +38,10 @@ bench: $(READY)
 # One script of benchmarks/README.md: make benchmark RUN="micro decode --threads 1".
 benchmark: $(READY)
 	.venv/bin/python -m benchmarks.$(RUN)
+
+# Every table, card and verdict that is written from docs/records, anew.
+pages: $(READY)
+	for writer in real_models reports pairs cards methods; do .venv/bin/python docs/write_$$writer.py || exit; done
 
 docs: $(DOCS_READY)
 	.venv/bin/python docs/write_methods.py
