@@ -107,6 +107,11 @@ class ByLayer(Codec):
         return all(codec.bears_offset for codec in self.of)
 
     @property
+    def rounds_on_write(self) -> bool:
+        """Whether a layer's codec does; each layer does as its own."""
+        return any(codec.rounds_on_write for codec in self.of)
+
+    @property
     def weighs_tokens(self) -> bool:
         """Whether a layer may."""
         return any(codec.weighs_tokens for codec in self.of)

@@ -103,6 +103,11 @@ class Codec(Method, ABC):
         return self.exact
 
     @property
+    def rounds_on_write(self) -> bool:
+        """Whether tokens are rounded through it before anything reads them, those of a prompt among them."""
+        return False
+
+    @property
     def weighs_tokens(self) -> bool:
         """Whether a slot may stand for several tokens, so that `Segment.view` has weights."""
         return False
@@ -325,6 +330,11 @@ class Around(Method):
     def bears_offset(self) -> bool:
         """Whether the inner codec does."""
         return self.of.bears_offset
+
+    @property
+    def rounds_on_write(self) -> bool:
+        """Whether the inner codec does."""
+        return self.of.rounds_on_write
 
     @property
     def weighs_tokens(self) -> bool:

@@ -100,6 +100,11 @@ class SidesCodec(Codec):
         """Whether the keys' codec does."""
         return self._of("keys").bears_offset
 
+    @property
+    def rounds_on_write(self) -> bool:
+        """Whether a side's codec does; then both go through it, and a plain one changes nothing."""
+        return self._of("keys").rounds_on_write or self._of("values").rounds_on_write
+
     def one_sided(self, side: Sides, asked: str) -> Codec:
         """See `Codec.one_sided`; the other side becomes `plain`."""
         if isinstance(self.keys if side == "keys" else self.values, Plain):

@@ -104,6 +104,23 @@ class Engine:
         self.needs = self.plan.needs | more
         self._needs_queries_again = self._evicts_again or self.plan.encode.needs.window > 0 or more.window > 0
 
+    def written(self, state: LayerState, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return new keys (b, h, t, d) and values (b, h, t, dv) as whatever comes next reads them.
+
+        They are what was given, but under a codec that rounds tokens before anything reads them.
+        """
+        if not self.plan.encode.rounds_on_write:
+            return keys, values
+        codec = state.codec(self.plan, heads=keys.shape[1])
+        if not codec.rounds_on_write:
+            return keys, values
+        (rows, heads, tokens, _), dtype = keys.shape, keys.dtype
+        layout = Layout(rows=rows, heads=heads, size=tokens, start=state.stored.seen)
+        states = (each.flatten(0, 1).contiguous() for each in (keys, values))
+        found = codec.encode(layout, *states).decode()
+        rounded = [each.to(dtype).unflatten(0, (rows, heads)) for each in found]
+        return rounded[0], rounded[1]
+
     def append(self, state: LayerState, keys: Tensor, values: Tensor) -> None:
         """Append new keys (b, h, t, d) and values (b, h, t, dv) of one layer to its tail."""
         will_evict = self.plan.evicts and keys.shape[2] > 1 and not self.phase.can_be_taken_back
@@ -334,7 +351,7 @@ class Engine:
     def has_fast_path(self) -> bool:
         """Whether decoded tokens can take the fast path until the plan acts; see `engine.fast_path`."""
         gathers = self._evicts_again and bool(self.needs.rows or self.needs.moments)
-        return self._in_memory and not gathers
+        return self._in_memory and not gathers and not self.plan.encode.rounds_on_write
 
     @property
     def window_of_decoded(self) -> int:

@@ -504,15 +504,15 @@ class LayerState:
         """Return h; 0 before the first token."""
         return 0 if self.stored.tail is None else self.stored.tail.heads
 
-    def codec(self, plan: Plan) -> Codec:
-        """Return the plan's codec for this layer."""
+    def codec(self, plan: Plan, heads: int = 0) -> Codec:
+        """Return the plan's codec for this layer; `heads`: its kv heads, where it holds no token yet."""
         if self._codec is None:
             context = CodecContext(
                 layer=self.index,
                 layers=self.layers,
                 rotation=self.model.rotation,
                 offset=self.model.offset,
-                heads=self.heads or None,
+                heads=self.heads or heads or None,
                 evicts=plan.evicts,
                 calibration=self.model.encoding,
                 share=self.model.share,

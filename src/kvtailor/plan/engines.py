@@ -506,6 +506,14 @@ _TRITON = "needs Triton attention"
 _UNSCALED = "static_fp8(scale=1.0)"
 
 
+def _written(nearest: str, *others: str) -> tuple[str, ...]:
+    """The plans of an engine that reads each token from its code, those of its prompt among them: the nearest so, too.
+
+    llama.cpp's attention and vLLM's FlashAttention and Triton backends are handed the cache, and not the new keys.
+    """
+    return (f"on_write(of={nearest})", nearest, *others)
+
+
 def _both(option: str, bits: float, forms: tuple[Form, ...], *neighbours: str, limits: str = "") -> CacheType:
     side = Side(bits=bits, forms=forms)
     return CacheType(option=option, keys=side, values=side, neighbours=neighbours, limits=limits)
@@ -539,7 +547,11 @@ def _of_llama_cpp() -> tuple[CacheType, ...]:
             option=f"--flash-attn on --cache-type-k {keys} --cache-type-v {values}",
             keys=known[keys],
             values=known[values],
-            neighbours=(_blocks(keys, values), *([wider[keys]] if keys == values and keys in wider else [])),
+            neighbours=(
+                (FULL,)
+                if keys == values == "f16"
+                else _written(_blocks(keys, values), *([wider[keys]] if keys == values and keys in wider else []))
+            ),
             limits=""
             if keys == values and keys in wider
             else "has this pair on CUDA only in a build whose GGML_CUDA_FA_QUANTS names it",
@@ -551,8 +563,6 @@ def _of_llama_cpp() -> tuple[CacheType, ...]:
 
 def _blocks(keys: str, values: str) -> str:
     """The plan of a pair of llama.cpp's types, turned as llama.cpp does where 64 divides the head size."""
-    if keys == values == "f16":
-        return FULL
     if "f16" in (keys, values):
         side, kind = ("keys", keys) if values == "f16" else ("values", values)
         return f"hadamard(of=ggml(type={kind}, only={side}), only={side})"
@@ -574,18 +584,18 @@ ENGINES = (
     Engine(
         name="vLLM",
         version="0.33.0",
-        source="the wheel: config/cache.py, layers/attention/attention.py, TurboQuantConfig",
+        source="the wheel: config/cache.py, layers/attention/attention.py, TurboQuantConfig, backends/flash_attn.py",
         skip="--kv-cache-dtype-skip-layers",
         types=(
-            _both("--kv-cache-dtype fp8", 8, ("floats",), _UNSCALED, "fp8"),
-            _both("--kv-cache-dtype fp8_per_token_head", 8, ("floats",), "fp8(group=1)", limits=_TRITON),
-            _both("--kv-cache-dtype int8_per_token_head", 8, _INTEGERS, "vector(bits=8)", limits=_TRITON),
+            _both("--kv-cache-dtype fp8", 8, ("floats",), *_written(_UNSCALED, "fp8")),
+            _both("--kv-cache-dtype fp8_per_token_head", 8, ("floats",), *_written("fp8(group=1)"), limits=_TRITON),
+            _both("--kv-cache-dtype int8_per_token_head", 8, _INTEGERS, *_written("vector(bits=8)"), limits=_TRITON),
             _both("--kv-cache-dtype nvfp4", 4, ("floats",), "nvfp4"),
             _both(
                 "--kv-cache-dtype int4_per_token_head",
                 4,
                 _INTEGERS,
-                "hadamard(of=vector(bits=4, symmetric=false))",
+                *_written("hadamard(of=vector(bits=4, symmetric=false))"),
                 limits=_TRITON,
             ),
             _turboquant("turboquant_k8v4", 8, 4),

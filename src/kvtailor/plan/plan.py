@@ -224,7 +224,7 @@ class Plan:
     @property
     def prompt_pass(self) -> tuple[str, bool] | None:
         """By which pass a prompt is read: plans with the same one can share its forward; None: it shares with none."""
-        name = self.attend.shared_pass()
+        name = None if self.encode.rounds_on_write else self.attend.shared_pass()
         return None if name is None else (name, self.needs.mass)
 
     @property

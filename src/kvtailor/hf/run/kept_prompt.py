@@ -102,6 +102,8 @@ class KeptPrompt:
 
 def why_own(plan: Plan) -> str | None:
     """Return why a cache under a plan has to read a prompt itself, as the end of a sentence; None: it need not."""
+    if plan.encode.rounds_on_write:
+        return f"{name_of(plan.encode)} rounds tokens before their own prompt reads them"
     if plan.prompt_pass is None:
         return f"{name_of(plan.attend)} reads a prompt in a way of its own"
     return None

@@ -25,8 +25,9 @@ __all__ = ["can_follow", "can_remake", "forget_queries", "keep_queries", "sharin
 
 
 def can_follow(plan: Plan) -> bool:
-    """Whether a cache under this plan can be filled by sharing another's prefill: all but those that read twice."""
-    return plan.needs.reconstruction is None
+    """Whether a cache under this plan can be filled by sharing another's prefill: all but those that read twice, or
+    whose codec rounds tokens before their own prompt reads them."""
+    return plan.needs.reconstruction is None and not plan.encode.rounds_on_write
 
 
 def can_remake(source: Plan, plan: Plan) -> bool:
@@ -36,7 +37,8 @@ def can_remake(source: Plan, plan: Plan) -> bool:
     """
     needs = plan.needs
     gathered = needs.mass or needs.rows or needs.moments or needs.reconstruction is not None
-    return not (source.evicts or gathered or (needs.window and source.encode.needs.window))
+    rounded = plan.encode.rounds_on_write or source.encode.rounds_on_write
+    return not (source.evicts or gathered or rounded or (needs.window and source.encode.needs.window))
 
 
 def keep_queries(source: KvCache, plan: Plan) -> None:
