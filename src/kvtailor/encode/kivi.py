@@ -10,7 +10,8 @@ all but the newest R tokens are encoded, where the paper encodes whole blocks of
 the paper, has the step 2^-14. A segment that is no multiple of `group` ends with a shorter key group. Where `group`
 does not divide a value's size, the largest divisor below it is taken. Bits other than 2 and 4, other bits for keys than
 for values, and `only` are kvtailor's additions.
-*Cost* bits / 8 + 2 * element / group bytes for each element; attention decodes the segment at every step.
+*Cost* bits / 8 + 2 * element / group bytes for each element; attention decodes the segment at every step where no
+kernel reads its codes.
 """
 
 from __future__ import annotations

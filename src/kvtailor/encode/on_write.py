@@ -1,4 +1,4 @@
-"""On write: any codec, whose codes are what every token is read from, those of its own prompt among them.
+"""On write: a codec of single tokens, through which each token goes before anything reads it, its prompt included.
 
 *Idea* A serving engine writes each token into a cache of codes and reads it there. So a prompt's own attention is that
 of the codes, and what later layers make of it carries their errors. Here a prompt is otherwise read whole before its
@@ -29,7 +29,7 @@ __all__ = ["OnWrite"]
 
 @dataclass(frozen=True, kw_only=True)
 class OnWrite(Around, Codec):
-    """A codec through which tokens go before anything reads them.
+    """A codec through which tokens go before anything reads them; `Engine.written` is what lets them.
 
     Attributes:
         of: the codec. It encodes each token by itself.

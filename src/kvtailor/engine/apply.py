@@ -1,4 +1,4 @@
-"""Applying what an eviction decides: what a layer holds afterwards, as a tail alone, or as segments and a tail.
+"""What a layer holds after an eviction, as a tail alone, or as segments and a tail.
 
 By a kept set: `compute_contents` computes what a layer holds afterwards; `apply_contents` lets the layer hold it.
 
@@ -7,7 +7,7 @@ By encoding: `encode_tail` encodes the oldest tokens of the tail, and encodes se
 By age: `drop_middle` drops tokens behind a decoding layer's first ones in place. If a score ranks all tokens but the
 first by age, all rows and heads of a layer drop the same slots of the tail. Then no score and no kept set is computed,
 and only the few tokens in front move. With a codec, the oldest segment behind the first tokens loses its first slots,
-and the tail is encoded when it has a block. The layer then holds the same tokens as after `engine.evict`.
+and the tail is encoded when it has a block. The layer then holds what it would after an eviction.
 """
 
 from __future__ import annotations

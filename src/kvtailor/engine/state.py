@@ -203,7 +203,8 @@ class Clock:
 
     Attributes:
         settled_seen: tokens seen at the last eviction.
-        evict_at: after how many more tokens the next eviction is due while decoding; None before the first eviction.
+        evict_at: how many tokens after the last eviction the next one is due while decoding; None before the first
+            eviction, and under a plan that is never cut while it decodes.
         growth: tokens since the last eviction.
         due: an eviction is due, and waits for later layers.
         decoding: the last forward was of decoded tokens, and of no prompt or turn.

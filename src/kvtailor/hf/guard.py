@@ -49,7 +49,10 @@ before the softmax, of the tokens that have just come to a layer."""
 
 
 class CacheGuard:
-    """See the module.
+    """What all layers of one cache share: it owns the engine and follows each forward from layer to layer.
+
+    It raises `CacheMisuse` for a second thread, layers out of order, an update that no attention read, padding that
+    became tokens and a forward that was broken off, and undoes such a forward where it can.
 
     Args:
         plan: of the cache.
@@ -67,7 +70,7 @@ class CacheGuard:
         layers: how many layers the cache has.
         border: where the model drops its cache, see `hf.model.rope_border`; None: nowhere.
         fed_at: when a layer was fed last, or wrote its states, by `hf.handed.CLOCK`; 0: never.
-        first_compressed: the first of them that the plan compresses; None: none is.
+        first_compressed: the first layer that the plan compresses; None: none is.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class Scorer(Method, ABC):
 
     @property
     def heads_alike(self) -> bool:
-        """Whether the last promise above holds; False for a control whose scores depend on a kv head's number."""
+        """Whether permuting the kv heads permutes the result; False for a control that goes by a kv head's number."""
         return True
 
     @property

@@ -57,7 +57,7 @@ class Repetition:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """The evidence that a scorer, an allocator or an attention declares; nothing else is gathered for it.
+    """The evidence that a method of any stage declares; nothing else is gathered for it.
 
     Attributes:
         window: the last `window` post-RoPE queries (0: none).

@@ -42,7 +42,7 @@ class Softmax:
 
     @property
     def capped(self) -> Softmax:
-        """The same without sinks: of parts whose log-sum-exp the sinks join later."""
+        """The same cap without learned sinks: of parts whose log-sum-exp the sinks join later."""
         return self if self.sinks is None else Softmax(softcap=self.softcap)
 
     def cap_(self, logits: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """How the codes of one side lie in memory, and what they stand for: all that reads them as they are goes by this.
 
-A code that is one of these kinds is read by the plain forms, in C++ and by Triton without a line of theirs.
+A code that is one of these kinds is read by the plain forms, and by C++ and Triton where their tables of kinds have it
+(`ops/attention/cpu/sides.py`, `ops/attention/triton/sides.py`), without a line of theirs.
 """
 
 from __future__ import annotations
