@@ -63,6 +63,8 @@ OTHER_MEMORIES = "other memories"
 FEWER_BYTES = "fewer bytes"
 PROOF = "stage 3: proof"
 
+_OF_LAYERS = 0.6
+"""What a step of stage 1 takes of any other, since layers below the one that changed are not computed again."""
 _CLOSER = 3
 _EARLY = ("kivi4", "kvquant4", "k3v3", "k3v2", "kvquant3", "kivi2", "kvquant2", "pyramidkv")
 _EARLY_PLANS = 3
@@ -186,7 +188,7 @@ class Fitting:
                 shares=effort.shares,
                 by_head=effort.by_head,
             )
-            steps |= {WHICH_SCORER: len(word) * pieces, LAYERS: len(cut) * pieces}
+            steps |= {WHICH_SCORER: len(word) * pieces, LAYERS: round(_OF_LAYERS * len(cut) * pieces)}
         trials = (effort.trials if "structure" in self.stages else 0) + len(presets)
         steps[STRUCTURE] = trials * pieces + trials // 3 * every
         steps[OTHER_MEMORIES] = (effort.front + 2) * len(effort.levels) * every
