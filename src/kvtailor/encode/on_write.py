@@ -37,7 +37,7 @@ class OnWrite(Around, Codec):
 
     examples: ClassVar[tuple[str, ...]] = (
         "on_write(of=vector(bits=4))",
-        "on_write(of=hadamard(of=vector(bits=8)))",
+        "on_write(of=hadamard(of=vector))",
     )
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ def test_every_type_is_measured_or_named_with_a_reason(demo: Subject) -> None:
         assert all(Plan.parse(plan).encode.table_layers in (None, layers) for plan in plans.values())
     plans, _ = _plans_of(NAMED["llama.cpp"], demo)
     assert plans["--flash-attn on --cache-type-k q8_0 --cache-type-v q4_0"] == (
-        "hadamard(of=ggml(key_type=q8_0, value_type=q4_0))"
+        "on_write(of=hadamard(of=ggml(key_type=q8_0, value_type=q4_0)))"
     )
     assert "iq4_nl" in NAMED["llama.cpp"].others
 

@@ -167,7 +167,7 @@ def test_buffers_of_any_size_and_alignment(plan: str, tokens: int, dtype: torch.
 
 def test_only_attention_that_says_so_is_shared() -> None:
     own = {plan for plan in every_plan().values() if why_own(Plan.parse(plan)) is not None}
-    named = {Plan.parse(plan).attend for plan in own}
+    named = {each.attend for each in map(Plan.parse, own) if not each.encode.rounds_on_write}
     assert {type(each).__name__ for each in named} == {"Reference", "Rocket"}
     assert all(each.turns for each in named if isinstance(each, Rocket))
 

@@ -185,7 +185,7 @@ def _as_stored(
         # Several parts in one launch; what has to be applied to one part's sums lets that part go alone.
         unlifted = own.as_they_are and (reading is None or reading.lift is None)
         if unlifted and jointly is not None and attend is jointly.attend_coded:
-            together.append(jointly.Part(inputs=inputs))
+            together.append(jointly.LanesRead(inputs=inputs))
             continue
         out, lse, *weights = attend(inputs)
         if not own.as_they_are:
