@@ -62,7 +62,7 @@ class Engine:
         sizes: Sequence[tuple[int, int, int]] = (),
         stored_dtype: torch.dtype | None = None,
     ):
-        self.plan, self.needs, self.late = plan, plan.needs, LateChecks()
+        self.plan, self.late = plan, LateChecks()
         self.stored_dtype = stored_dtype
         self._groups = plan.encode.layer_groups(layers)
         self.offload, self._taken = plan.store.open(self._groups), dict[int, int]()
@@ -71,7 +71,7 @@ class Engine:
         self._takes_short_context = False
         self._in_memory = plan.store.is_memory
         self._evicts_again = plan.slack_tokens is not None
-        self._needs_queries_again = self._evicts_again or plan.encode.needs.window > 0
+        self.gather(Needs())
         self.switch, self.eviction = PhaseSwitch(), Eviction(plan, self.states, other_bytes, sizes)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

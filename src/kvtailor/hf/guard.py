@@ -269,16 +269,14 @@ class CacheGuard:
         with self._alone:
             self._now = None
 
-    @contextmanager
-    def beginning_at(self, layer: int) -> Iterator[None]:
-        """Inside, one forward begins at a layer of the model, and those before it count as done."""
+    def begin_at(self, layer: int) -> None:
+        """Begin a forward at a layer of the model: those before it count as done."""
         me = threading.get_ident()
         with self._alone:
             if self._now is not None:
                 self._alone.refuse(self._unfinished(self._now))
             before = self._whole & ((1 << layer) - 1)
             self._now = ForwardProgress(me, "done", layer - 1, before)
-        yield
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:

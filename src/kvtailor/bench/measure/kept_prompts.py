@@ -24,7 +24,7 @@ from kvtailor.hf.model.cache_dtype import dtype_of_caches
 from kvtailor.hf.model.processes import started
 from kvtailor.hf.model.vocabulary import token_rows
 from kvtailor.hf.run.kept_prompt import CannotKeep, KeptPrompt, difference, fill, keep, why_own
-from kvtailor.hf.run.later_layers import Answers, answering_layers, begin_later, first_change, record
+from kvtailor.hf.run.later_layers import answering_layers, begin_later, first_change, hidden_states, record
 from kvtailor.hf.run.prefill import read
 from kvtailor.ledger import storage_bytes
 from kvtailor.ops import dispatch
@@ -193,25 +193,26 @@ class KeptPrompts:
             cache: has seen the prompt.
             forward: feeds `following` to the model on a cache, and returns logits (1, t, V).
         """
-        kept = self._kept_without_plan(model, ids)
-        if not isinstance(cache, KvCache) or kept is None or not self.later:
+        entry = self._entry_without_plan(model, ids)
+        if not isinstance(cache, KvCache) or entry is None or not self.later:
             return forward(cache)
         layers = answering_layers(model, cache)
         if layers is None:
             self.later = False
             return forward(cache)
-        name, first = tuple(following.flatten().tolist()), min(first_change(cache, kept.cache), len(layers) - 1)
+        kept, name = entry.kept, tuple(following.flatten().tolist())
         answers = kept.answers.get(name)
-        if answers is None:
-            if cache.plan != Plan():
+        if cache.plan == Plan():
+            if answers is not None:
                 return forward(cache)
             with record(layers) as found:
                 logits = forward(cache)
-            if len(found) == len(layers) and self._room_for(_bytes(found), ids.device) is None:
+            if len(found) == len(layers) and not self._room_for(storage_bytes(hidden_states(found)), ids.device):
                 kept.answers[name] = found
-                self._weigh(next(e for entries in self._kept.values() for e in entries if e.kept is kept))
+                self._weigh(entry)
             return logits
-        if first < 1 or cache.plan == Plan():
+        first = 0 if answers is None else min(first_change(cache, kept.cache), len(layers) - 1)
+        if answers is None or first < 1:
             return forward(cache)
         self.begun_later += 1
         with begin_later(cache, layers, answers, first):
@@ -225,10 +226,10 @@ class KeptPrompts:
                 return plain
         return logits
 
-    def _kept_without_plan(self, model: Any, ids: Tensor) -> KeptPrompt | None:
+    def _entry_without_plan(self, model: Any, ids: Tensor) -> _Entry | None:
         """The kept prompt of these ids that the null plan's cache is filled from; None where there is none now."""
         entries = self._kept.get(self._name(model, ids, Plan(), True), [])
-        return next((entry.kept for entry in entries if entry.kept.is_of(model)), None)
+        return next((entry for entry in entries if entry.kept.is_of(model)), None)
 
     def _ready(self, model: Any, ids: Tensor, cache: KvCache, last_only: bool) -> tuple[_Entry | None, str | None]:
         """The kept prompt from which a cache is filled, or why there is none."""
@@ -360,11 +361,6 @@ class KeptPrompts:
         text = ids.to(torch.int64).cpu().contiguous().view(torch.uint8).numpy().tobytes()
         here = dispatch.forced(), torch.get_num_threads(), torch.is_inference_mode_enabled()
         return text, tuple(ids.shape), last_only, plan.prompt_pass, str(getattr(model, "dtype", "")), *here
-
-
-def _bytes(answers: Answers) -> int:
-    """Of what each layer gave."""
-    return storage_bytes([each if isinstance(each, Tensor) else each[0] for each in answers])
 
 
 def _alike(one: Tensor, two: Tensor) -> bool:

@@ -27,7 +27,7 @@ from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.make_cache import make_gathering_cache
 from kvtailor.hf.mask import LazyMask, lazy_mask
 from kvtailor.hf.run.feeding import fed
-from kvtailor.hf.run.later_layers import Answers
+from kvtailor.hf.run.later_layers import Answers, hidden_states
 from kvtailor.ledger import storage_bytes
 from kvtailor.plan import Plan
 from kvtailor.plan.registry import name_of
@@ -77,7 +77,7 @@ class KeptPrompt:
         """Of all storages that it keeps alive."""
         found = [self.logits]
         for answers in self.answers.values():
-            found += [each if isinstance(each, Tensor) else each[0] for each in answers]
+            found += hidden_states(answers)
         for layers in self.repeated.values():
             for each in layers:
                 found += each.memories().values()

@@ -22,11 +22,16 @@ from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.hf.model.modules import modules_by_layer
 from kvtailor.plan import Plan
 
-__all__ = ["Answers", "answering_layers", "begin_later", "first_change", "record"]
+__all__ = ["Answers", "answering_layers", "begin_later", "first_change", "hidden_states", "record"]
 
 Answers = list[Any]
 """What each layer of the model gave, from the first on: hidden states (b, t, hidden), or a tuple that begins with
 them."""
+
+
+def hidden_states(answers: Answers) -> list[Tensor]:
+    """Return the hidden states (b, t, hidden) that each layer gave."""
+    return [each if isinstance(each, Tensor) else each[0] for each in answers]
 
 
 def answering_layers(model: Any, cache: KvCache) -> list[torch.nn.Module] | None:
@@ -95,7 +100,8 @@ def begin_later(cache: KvCache, layers: Sequence[torch.nn.Module], answers: Answ
         for layer in layers[:first]:
             layer.forward = lambda *args, **kwargs: given
         # What follows the last layer's attention would act on all of them.
-        with cache.engine.switch.deferred(), guard.beginning_at(first):
+        with cache.engine.switch.deferred():
+            guard.begin_at(first)
             yield
     finally:
         for layer, before in zip(layers[:first], own, strict=True):
