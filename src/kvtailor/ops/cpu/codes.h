@@ -29,8 +29,12 @@ inline void products_of(Rows rows, const char* codes, int64_t stride, int64_t co
   }
   float all_of[W];
   store(all_of, sums(sum_of));
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  store_rows<R>(to, apart, all_of, count);
+#else
   const int64_t filled = count < T ? count : T;
   UNROLLED for (int r = 0; r < R; r++) memcpy(to + r * apart, all_of + r * T, (size_t)filled * sizeof(float));
+#endif
 }
 
 // As `products_of`, of codes that stand for levels. Where scales are of blocks, those of each kind of codes go in before
@@ -80,8 +84,12 @@ void level_products(Rows rows, const char* codes, int64_t stride, int64_t count,
     }
     float all_of[W];
     store(all_of, sums(sum_of));
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    store_rows<R>(to + first, apart, all_of, count - first);
+#else
     const int64_t filled = count - first < T ? count - first : T;
     UNROLLED for (int r = 0; r < R; r++) memcpy(to + r * apart + first, all_of + r * T, (size_t)filled * sizeof(float));
+#endif
   }
 }
 

@@ -13,6 +13,26 @@ inline void logits_of(const float* query, int64_t size, const char* keys, int64_
   F sum_of[W];
   UNROLLED for (int i = 0; i < N; i++) token[i] = keys + (i < count ? i : count - 1) * stride;
   UNROLLED for (int i = 0; i < W; i++) sum_of[i] = F{};
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // 16 registers hold all but the queries of four rows and two tokens, and each is read once for both.
+  if constexpr (R == 4) {
+    for (int64_t c = 0; c < size; c += 2 * W) {
+      F first[N], second[N];
+      UNROLLED for (int i = 0; i < N; i++) {
+        T::pair(token[i] + c * T::BYTES, first[i], second[i]);
+        soon(token[i] + c * T::BYTES);
+      }
+      UNROLLED for (int r = 0; r < R; r++) {
+        F &one = sum_of[r * N], &other = sum_of[r * N + 1];
+        add_two_products(one, other, first[0], first[1], query + r * size + c);
+        add_two_products(one, other, second[0], second[1], query + r * size + c + W);
+      }
+    }
+    float all_of[W];
+    store(all_of, sums(sum_of));
+    return store_rows<R>(to, BLOCK, all_of, count);
+  }
+#endif
   for (int64_t c = 0; c < size; c += 2 * W)
     UNROLLED for (int i = 0; i < N; i++) {
       F first, second;
@@ -25,8 +45,12 @@ inline void logits_of(const float* query, int64_t size, const char* keys, int64_
     }
   float all_of[W];
   store(all_of, sums(sum_of));
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  store_rows<R>(to, BLOCK, all_of, count);
+#else
   const int64_t filled = count < N ? count : N;
   for (int r = 0; r < R; r++) memcpy(to + r * BLOCK, all_of + r * N, (size_t)filled * sizeof(float));
+#endif
 }
 
 template <class T, int R>

@@ -71,11 +71,11 @@ inline void products_of_words(const CutQuery* asked, int64_t bytes, const char* 
       }
     }
   }
+  F scale;
+  UNROLLED for (int i = 0; i < W; i++) scale[i] = asked[i / T].scale;
   float all_of[W];
-  store(all_of, __builtin_convertvector(sums(sum_of), F));
-  const int64_t filled = count < T ? count : T;
-  UNROLLED for (int r = 0; r < R; r++)
-    for (int64_t i = 0; i < filled; i++) to[r * BLOCK + i] = all_of[r * T + i] * asked[r].scale;
+  store(all_of, __builtin_convertvector(sums(sum_of), F) * scale);
+  store_rows<R>(to, BLOCK, all_of, count);
 }
 
 // Products of the rows' queries with `count` tokens from `codes` on; `to` has BLOCK floats for each row.
@@ -158,10 +158,10 @@ APART void short_level_products(Rows rows, const char* codes, int64_t stride, in
     // As floats, since all lanes together may be more than 32 bits hold.
     F found[W];
     UNROLLED for (int i = 0; i < W; i++) found[i] = __builtin_convertvector(sum_of[i], F);
-    store(all_of, sums(found));
-    const int64_t filled = count - first < T ? count - first : T;
-    UNROLLED for (int r = 0; r < R; r++)
-      for (int64_t i = 0; i < filled; i++) to[r * apart + first + i] = all_of[r * T + i] * scale[r];
+    F by;
+    UNROLLED for (int i = 0; i < W; i++) by[i] = scale[i / T];
+    store(all_of, sums(found) * by);
+    store_rows<R>(to + first, apart, all_of, count - first);
   }
 }
 

@@ -156,11 +156,53 @@ template <class V> static inline V paired(V a, V b) {
 #endif
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Sums of neighbours in each half of 128 bits: two of a, two of b in turn.
+template <class V> static inline V crossed(V a, V b) {
+  return (V)_mm256_unpacklo_ps((__m256)a, (__m256)b) + (V)_mm256_unpackhi_ps((__m256)a, (__m256)b);
+}
+
+// Of four vectors, in each half of 128 bits.
+template <class V> static inline V quarters(const V* v) {
+  const V a = crossed(v[0], v[1]), b = crossed(v[2], v[3]);
+  return (V)_mm256_unpacklo_pd((__m256d)a, (__m256d)b) + (V)_mm256_unpackhi_pd((__m256d)a, (__m256d)b);
+}
+#endif
+
 // Lane j of the result is the sum of the vector v[j]; v is lost.
 template <int N = W, class V> INLINE static inline V sums(const V* v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Lanes leave their half of 128 bits once, since that takes twice as long.
+  const __m256 a = (__m256)quarters(v), b = (__m256)quarters(v + 4);
+  return (V)_mm256_permute2f128_ps(a, b, 0x20) + (V)_mm256_permute2f128_ps(a, b, 0x31);
+#else
   if constexpr (N == 2) return paired(v[0], v[1]);
   else return paired(sums<N / 2>(v), sums<N / 2>(v + N / 2));
+#endif
 }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Writes W / R numbers of each of R rows, `apart` from one another, or as many as there are: a copy of a number that is
+// not known is a call.
+template <int R> INLINE static inline void store_rows(float* to, int64_t apart, const float* from, int64_t count) {
+  constexpr int N = W / R;
+  if (count >= N) {
+    UNROLLED for (int r = 0; r < R; r++) memcpy(to + r * apart, from + r * N, N * sizeof(float));
+  } else {
+    for (int r = 0; r < R; r++)
+      for (int64_t i = 0; i < count; i++) to[r * apart + i] = from[r * N + i];
+  }
+}
+
+// Adds the same numbers times a, and times b. By name: GCC 12 reads factors long before they are multiplied, has too few
+// registers then, and puts what it read on the stack.
+INLINE static inline void add_two_products(F& sum_of_a, F& sum_of_b, F a, F b, const float* factors) {
+  F read;
+  asm("vmovups %3, %2\n\tvfmadd231ps %4, %2, %0\n\tvfmadd231ps %5, %2, %1"
+      : "+x"(sum_of_a), "+x"(sum_of_b), "=&x"(read)
+      : "m"(*(const float(*)[W])factors), "x"(a), "x"(b));
+}
+#endif
 
 // e^x for x <= 0, 0 below -87: relative error below 2e-7, as Cephes' expf (range reduction in two steps, degree 6).
 static inline F exponential(F x) {
