@@ -115,7 +115,8 @@ def tokens(out: Path, args: argparse.Namespace) -> None:
     """Write the token ids of windows and documents."""
     from benchmarks.peers.losses import windows_of
     from kvtailor.bench.data.synthetic.documents import make_document
-    from kvtailor.bench.subject import Subject, hash_of
+    from kvtailor.bench.subject import Subject
+    from kvtailor.bench.tasks.contract import hash_of
     from kvtailor.bench.tasks.needle import code_document
 
     subject = Subject.load(args.model, dtype="float32")

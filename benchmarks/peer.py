@@ -36,7 +36,8 @@ from benchmarks.peers.losses import PLANS, Losses, agreement, compared_losses, l
 from kvtailor.bench.data.corpora import corpus
 from kvtailor.bench.measure.machine import describe, read_bandwidth
 from kvtailor.bench.measure.statistics import mean_difference
-from kvtailor.bench.subject import Subject, hash_of
+from kvtailor.bench.subject import Subject
+from kvtailor.bench.tasks.contract import hash_of
 from kvtailor.bench.tasks.perplexity import Perplexity, Window
 
 AGREEING = 512

@@ -17,13 +17,24 @@ import click
 
 from benchmarks.micro.cells import measure_cells
 from kvtailor.cli import RefusingGroup
-from kvtailor.cli.asked import numbers
 from kvtailor.cli.machine_share import share_machine
 
 __all__ = ["micro"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _LIST = "Numbers with ',' between."
+
+
+def _numbers(text: str, kind: Callable[[str], Any], option: str) -> tuple[Any, ...]:
+    """The values of an option that takes several.
+
+    Raises:
+        click.UsageError: something else stands there.
+    """
+    try:
+        return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise click.UsageError(f"{option} is {text!r}: give numbers with ',' between.") from error
 
 
 class _OneOfSeveral(click.Command):
@@ -69,7 +80,7 @@ def _list(name: str, default: str, what: str, *, kind: Callable[[str], Any] = in
     """An option that takes several; '' is none of them."""
 
     def read(ctx: click.Context, option: click.Parameter, text: str | None) -> tuple[Any, ...] | None:
-        found = None if text is None else numbers(text, kind, f"--{name}") if text.strip() else ()
+        found = None if text is None else _numbers(text, kind, f"--{name}") if text.strip() else ()
         if small := [each for each in found or () if isinstance(each, int) and each < 1]:
             raise click.UsageError(f"--{name} has {', '.join(map(str, small))}: give numbers of at least 1.")
         return found

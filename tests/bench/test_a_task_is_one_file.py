@@ -69,11 +69,12 @@ def test_the_worked_example_is_no_real_file_and_formatted_as_one(tmp_path):
 
 def test_it_is_found_with_all_that_it_declares(toy):
     assert list(found_kinds())[-1] == "toy"
-    kind = KINDS["toy"]
-    assert (kind.settings, kind.needs, kind.sizes) == (("context", "prompts", "points_wanted"), (), ("context",))
-    assert kind.metrics == ("kept_share", "prompts_fed") and kind.asked_as == ("toy",)
-    [option] = [each.option for each in kind.declared if each.name == "prompts"]
-    assert (option.flag, option.type, option.help) == ("--toy-prompts", int, "Prompts of the toy at each point.")
+    toy = KINDS["toy"]
+    assert [each.name for each in toy.declared()] == ["context", "prompts", "points_wanted"]
+    assert (toy.sizes(), toy.asked_as(), toy.default("prompts")) == (("context",), ("toy",), 6)
+    [option] = [each.option for each in toy.declared() if each.name == "prompts"]
+    assert (option.flag, option.type, option.least) == ("--toy-prompts", int, 1)
+    assert option.help == "Prompts of the toy at each point."
 
 
 def test_it_runs_over_plans(toy):
@@ -273,18 +274,23 @@ def test_its_options_are_read_and_are_about_it_alone(toy):
     ("old", "new", "told"),
     [
         ('"toy"', '"game"', "the task is named 'game', but its file 'toy': give both one name"),
-        ("setting(6,", "setting(int(os.environ['N']),", r"prompts is declared as .* cannot be read \(name 'os'"),
-        ('"--toy-prompts"', '"--contexts"', "declare the option --contexts differently"),
-        ("prompts: int =", "prompts: dict[str, int] =", "--toy-prompts is of the type dict.*no option can be made"),
-        ("class Toy", "class Other(PlanByPlan):\n    pass\n\n\nclass Toy", "holds the tasks Other and Toy"),
+        ("setting(6,", "setting(int(os.environ['N']),", r"toy.py cannot be imported \(NameError: name 'os'"),
+        ("context: Count", "context: int", "declare the option --contexts differently"),
+        ("prompts: Count =", "prompts: dict[str, int] =", "--toy-prompts is of the type dict.*no option can be made"),
+        ("prompts: Count =", "prompts: Subject =", "of Toy cannot be read .*'Subject'.*outside of TYPE_CHECKING"),
+        ("    by_sample: ClassVar[bool] = True", "    by_sampel: ClassVar[bool] = True", "did you mean 'by_sample'"),
         (
-            "    def points(",
-            "    def early(self):\n        pass\n\n    late: int = setting(3)\n\n    def points(",
-            "the field late of Toy stands behind a method: put it before the first",
+            "by_sample: ClassVar[bool] = True",
+            'by_sample: ClassVar[bool] = "no"',
+            "by_sample is 'no', not .* bool",
         ),
+        ("by_sample: ClassVar[bool]", "by_sample: bool", "by_sample is a field, and must be a ClassVar"),
+        ('name="prompts_fed"', 'name="kept_share"', "the metric 'kept_share' is declared twice"),
+        ("@dataclass(frozen=True, kw_only=True)", "", "Toy is no dataclass"),
+        ("class Toy", "class Other(PlanByPlan):\n    pass\n\n\nclass Toy", "holds the tasks Other and Toy"),
     ],
 )
-def test_a_declaration_that_cannot_be_read_is_refused(tmp_path, monkeypatch, old, new, told):
+def test_a_declaration_that_cannot_be_is_refused(tmp_path, monkeypatch, old, new, told):
     assert old in TOY
     path = write_task(tmp_path / "tasks", TOY.replace(old, new, 1))
     with pytest.raises(KvtailorError, match=told):
@@ -303,26 +309,6 @@ def test_a_metric_that_is_not_declared_is_refused(tmp_path, monkeypatch):
         go()
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_what_is_read_of_a_file_is_what_its_class_has(name):
-    kind, made = KINDS[name], KINDS[name].load()
-    for each in (
-        "values",
-        "timings",
-        "by_sample",
-        "of_cost",
-        "own_cache",
-        "reads_text",
-        "of_each_text",
-        "reads_data",
-        "sets",
-        "set_name",
-        "order",
-        "usual",
-    ):
-        assert getattr(kind, each) == getattr(made, each), each
-    assert (kind.extra, kind.told) == (made.generates, made.metrics or ())
-    fields = {each.name: each for each in made.__dataclass_fields__.values() if "setting" in each.metadata}
-    assert {each.name: (each.default, each.setting) for each in kind.declared} == {
-        each.name: (each.default, each.metadata["setting"]) for each in fields.values()
-    }
+def test_the_tasks_are_imported_without_what_takes_long():
+    code = "import sys, kvtailor.bench.kinds; print(sorted({'torch', 'numpy', 'scipy', 'pydantic'} & set(sys.modules)))"
+    assert child(code).stdout == "[]\n"

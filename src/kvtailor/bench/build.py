@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from kvtailor.bench.kinds import GENERATED, KINDS, Kind, is_path, setting_faults
+from kvtailor.bench.kinds import GENERATED, KINDS, is_path, setting_faults
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import Task
 from kvtailor.errors import ArgumentError, KvtailorError, UnknownName
@@ -58,19 +58,17 @@ def make_task(
     if faults:
         raise SettingsError(f"the task {name!r}", faults)
     kind = KINDS[name]
-    made: Any = kind.load()
+    made: Any = kind
     given: dict[str, Any] = {
         each: tuple(value) if isinstance(value, list | tuple) else value
         for each, value in settings.items()
         if each != "text"
     }
-    has = {field.name for field in dataclasses.fields(made)}
-    if lacking := sorted(set(given) - has):
-        raise KvtailorError(f"This kvtailor's task {name!r} does not have the setting {', '.join(lacking)} yet.")
     try:
         if kind.reads_text:
             made(**given, text="none", source="none")
             text = text or _text(str(settings.get("text", GENERATED)), given, kind, data)
+            has = {field.name for field in dataclasses.fields(made)}
             given["text"], given["source"] = text.text, text.source
             given |= {each: getattr(text, each) for each in ("origin", "starts") if each in has}
         if kind.reads_data:
@@ -82,9 +80,9 @@ def make_task(
         raise SettingsError(f"the task {name!r}", [str(error)]) from error
 
 
-def _text(name: str, given: Mapping[str, Any], kind: Kind, data: Path | None) -> Text:
+def _text(name: str, given: Mapping[str, Any], kind: type[Task], data: Path | None) -> Text:
     """A text as a task takes it."""
-    tokens = sum(int(given.get(each, kind.default(each) or 0)) for each in kind.sizes)
+    tokens = sum(int(given.get(each, kind.default(each) or 0)) for each in kind.sizes())
     # Tokens of the coarsest tokenizers have about 6 characters.
     characters = 6 * tokens * int(given.get("windows", kind.default("windows") or 1)) + 10_000
     return _read(name, characters if name == GENERATED else None, int(given.get("state", 0)), data)

@@ -83,7 +83,7 @@ def works_of(tasks: Sequence[Task | TaskJob], contestants: Sequence[Contestant] 
     found = []
     for each in tasks:
         job = each if isinstance(each, TaskJob) else TaskJob(kind=each.name, task=each, contestants=tuple(contestants))
-        sizes = KINDS[job.kind].sizes if job.kind in KINDS and job.task is not None else ()
+        sizes = KINDS[job.kind].sizes() if job.kind in KINDS and job.task is not None else ()
         values = {name: getattr(job.task, name, None) for name in sizes}
         several = any(isinstance(value, list | tuple) and len(value) > 1 for value in values.values())
         alike = (job.kind, *(f"{name}={value}" for name, value in values.items()))

@@ -93,7 +93,7 @@ def check_sums(
 
 def _means(task: str, metrics: Mapping[str, float | None], values: Mapping[str, Sequence[float]]) -> Mapping[str, str]:
     if task != "longcontext":
-        return {metric.name: metric.mean_of for metric in KINDS[task].told if metric.mean_of is not None}
+        return {metric.name: metric.mean_of for metric in KINDS[task].metrics or () if metric.mean_of is not None}
     # The geometric mean of several ROUGE scores is the mean of no list.
     return {name: name for name in metrics if name in values and not (name == "score" and len(metrics) > 1)}
 

@@ -6,7 +6,6 @@ whose right answers are known.
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from kvtailor.plan import Plan
 if TYPE_CHECKING:
     from kvtailor.plan import Plan
 
-__all__ = ["Prefills", "Subject", "Tokens", "at_whole_budget", "hash_of", "plans_at_whole_budget"]
+__all__ = ["Prefills", "Subject", "Tokens", "at_whole_budget", "plans_at_whole_budget"]
 
 _UNREAD = f"unread-{secrets.token_hex(8)}"
 
@@ -455,15 +454,6 @@ class Subject:
         """The ids, of which the model has a row for each."""
         check_ids(self.model, torch.tensor(ids, dtype=torch.int64))
         return list(ids)
-
-
-def hash_of(*ids: Tensor) -> str:
-    """SHA-256 of token ids, in order."""
-    digest = hashlib.sha256()
-    for each in ids:
-        digest.update(each.to(torch.int64).cpu().contiguous().view(torch.uint8).numpy(force=True).tobytes())
-        digest.update(b"|")
-    return digest.hexdigest()
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -21,6 +21,7 @@ from kvtailor.bench.evaluation.asked import (
     parted_tasks,
     settings_of,
     sizes,
+    value_of,
 )
 from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.tasks.settings import Option
@@ -35,7 +36,6 @@ __all__ = [
     "USUAL",
     "TaskRequest",
     "check_flags",
-    "numbers",
     "settings_of",
     "sizes",
     "split_tasks",
@@ -44,7 +44,6 @@ __all__ = [
     "values_of",
 ]
 
-T = TypeVar("T")
 _FEW = 4
 
 
@@ -105,21 +104,6 @@ def split_tasks(text: str) -> list[tuple[str, str | None]]:
     return found
 
 
-def numbers(text: str, kind: Callable[[str], T], option: str) -> tuple[T, ...]:
-    """Return the values of an option that takes several.
-
-    Raises:
-        click.UsageError: something else stands there.
-    """
-    try:
-        found = tuple(kind(part.strip()) for part in text.split(",") if part.strip())
-    except ValueError:
-        found = ()
-    if not found:
-        raise click.UsageError(f"{option} is {text!r}: give numbers with ',' between.")
-    return found
-
-
 def values_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the value of every option that tasks declare, by name; None where neither it nor a default is given.
 
@@ -129,28 +113,18 @@ def values_of(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         click.UsageError: one of them cannot be read.
     """
-    return {name: _value(option, given[name]) for name, option in OPTIONS.items()}
+    found = {}
+    for name, option in OPTIONS.items():
+        try:
+            found[name] = value_of(option, given[name])
+        except ValueError as error:
+            raise click.UsageError(f"{option.flag} is {given[name]!r}: {error}.") from error
+    return found
 
 
 def text_name(text: str) -> str:
     """Return a text as `bench.build` takes it: a file is told from a corpus by its path."""
     return str(Path(text).resolve()) if Path(text).exists() else text
-
-
-def _value(option: Option, given: Any) -> Any:
-    if given is None or (option.type is bool and given is False):
-        return None
-    if option.unit == "bytes":
-        from kvtailor.plan.grammar import bytes_of
-
-        try:
-            return bytes_of(given)
-        except ValueError as error:
-            raise click.UsageError(f"{option.flag}: {error}.") from error
-    if not option.listed:
-        return given
-    found = numbers(given, option.type, option.flag)
-    return tuple(dict.fromkeys(found)) if option.type is str else found
 
 
 def _click_option(option: Option) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.cache_fields import weigh
-from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
+from kvtailor.bench.subject import Subject
+from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored, hash_of
 from kvtailor.bench.tasks.settings import Metric
 from kvtailor.errors import KvtailorError
 from kvtailor.fitting.pieces import TEXT, Piece

@@ -23,8 +23,8 @@ from kvtailor.bench.runner import plan_run
 from kvtailor.bench.runner import run as run_bench
 from kvtailor.bench.schema import Record
 from kvtailor.bench.stages import Progress
-from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks.contract import Task
+from kvtailor.bench.subject import Subject
+from kvtailor.bench.tasks.contract import Task, hash_of
 from kvtailor.cluster.contract import Executor
 from kvtailor.errors import KvtailorError
 from kvtailor.fitting.answer import FrontPoint, marked, short_plan

@@ -192,8 +192,13 @@ def test_a_model_that_no_other_process_can_load_is_null_and_says_why() -> None:
 
 
 def test_settings_that_measure_nothing_are_refused() -> None:
-    for wrong in ({"memory_bytes": 0}, {"context": 0}, {"step": 0}, {"reach": 1000, "context": 600}):
-        with pytest.raises(ValueError, match="give"):
+    for wrong, words in (
+        ({"memory_bytes": 0}, "memory_bytes is 0: .* or equal to 1"),
+        ({"context": 0}, "give at least 1"),
+        ({"step": 0}, "give at least 1"),
+        ({"reach": 1000, "context": 600}, "give reach=1200"),
+    ):
+        with pytest.raises(ValueError, match=words):
             Capacity(**wrong)
 
 

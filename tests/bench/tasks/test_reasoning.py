@@ -141,5 +141,5 @@ def test_too_long_for_the_model_is_refused_before_anything_runs() -> None:
     model.config = type("Config", (), {"max_position_embeddings": 500, "vocab_size": 256})()
     with pytest.raises(KvtailorError, match="has 500 positions: ask for shorter ones"):
         bench(model, kind="working", counts=(20,), prompt=300)
-    with pytest.raises(ValueError, match="give at least one of each"):
+    with pytest.raises(ValueError, match="at least 1 item"):
         Reasoning(counts=())

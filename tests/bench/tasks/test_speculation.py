@@ -12,10 +12,10 @@ from tests.support.seam.zoo import build
 
 from kvtailor.bench.build import SettingsError, make_task
 from kvtailor.bench.contestant import OWN, Contestant
+from kvtailor.bench.measure.draft_rounds import DraftRounds
 from kvtailor.bench.measure.machine import Neighbours
 from kvtailor.bench.runner import contestants_of, run
 from kvtailor.bench.subject import Subject
-from kvtailor.bench.tasks.draft_rounds import DraftRounds
 from kvtailor.bench.tasks.speculation import Speculation
 from kvtailor.errors import KvtailorError
 from kvtailor.speculate.rounds import Level
@@ -138,8 +138,8 @@ def test_what_makes_no_sense_is_refused_before_any_work():
     for settings, words in (
         ({}, "there is no draft"),
         ({"draft_plan": "snapkw"}, "did you mean 'snapkv'"),
-        ({"draft_plan": "full", "temperature": -1}, "temperature must be 0"),
-        ({"draft_plan": "full", "tokens": 1}, "at least 2 tokens"),
+        ({"draft_plan": "full", "temperature": -1}, "temperature is -1: .* or equal to 0"),
+        ({"draft_plan": "full", "tokens": 1}, "tokens is 1: .* or equal to 2"),
         ({"draft_plan": "full", "gama": 3}, "did you mean 'gamma'"),
     ):
         with pytest.raises(SettingsError, match=words):

@@ -10,25 +10,40 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from kvtailor.bench.kinds import KINDS, Kind
+from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, NEW_TOKENS, Option
+from kvtailor.errors import ArgumentError
+from kvtailor.ops.sizes import bytes_of
 
 if TYPE_CHECKING:
     from kvtailor.bench.subject import Subject
+    from kvtailor.bench.tasks.contract import Task
 
-__all__ = ["OPTIONS", "SERVES", "SETS", "TASKS", "USUAL", "TaskRequest", "parted_tasks", "settings_of", "sizes"]
+__all__ = [
+    "OPTIONS",
+    "SERVES",
+    "SETS",
+    "TASKS",
+    "USUAL",
+    "TaskRequest",
+    "parted_tasks",
+    "settings_of",
+    "sizes",
+    "value_of",
+]
 
 TASKS = tuple(name for name, kind in KINDS.items() if not kind.sets)
 USUAL = tuple(name for name, kind in KINDS.items() if kind.usual)
 SETS = {each: name for name, kind in KINDS.items() for each in kind.sets}
 """Sets of tasks, asked for as SET:NAME, and the kind of task that measures them."""
 ANSWER_TOKENS = 32
+_NUMBERS = {int: "a whole number", float: "a number", str: "a text"}
 
 TaskRequest = tuple[str, Mapping[str, object]]
 
 
 def _options() -> dict[str, Option]:
-    found = [each.option for kind in KINDS.values() for each in kind.declared if each.option is not None]
+    found = [each.option for kind in KINDS.values() for each in kind.declared() if each.option is not None]
     return {option.name: option for option in found}
 
 
@@ -37,9 +52,9 @@ def _served() -> dict[str, tuple[str, ...]]:
     general = {option.like.name for option in OPTIONS.values() if option.like is not None}
     found: dict[str, list[str]] = {name: [] for name in OPTIONS if name not in general}
     for kind in KINDS.values():
-        for each in kind.declared:
+        for each in kind.declared():
             if each.option is not None and each.option.name in found:
-                found[each.option.name] += kind.asked_as
+                found[each.option.name] += kind.asked_as()
     return {name: tuple(dict.fromkeys(tasks)) for name, tasks in found.items()}
 
 
@@ -61,6 +76,51 @@ def parted_tasks(words: Sequence[str]) -> tuple[list[tuple[str, str | None]], li
         else:
             unknown.append(part)
     return found, unknown
+
+
+def value_of(option: Option, given: Any) -> Any:
+    """Return the value of an option as `settings_of` takes it: a number, several, or the text that one would type.
+
+    Raises:
+        ArgumentError: what must be given.
+    """
+    if given is None:
+        return None
+    if option.type is bool:
+        if not isinstance(given, bool):
+            raise ArgumentError("give True or False")
+        return given or None
+    if option.unit == "bytes":
+        if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+            return given
+        if not isinstance(given, str):
+            raise ArgumentError("give a number of bytes, or text such as 8GiB")
+        return bytes_of(given)
+    if not option.listed:
+        return _single(option, given)
+    parts = given.split(",") if isinstance(given, str) else given if isinstance(given, Sequence) else [given]
+    found = tuple(dict.fromkeys(_single(option, part, typed=isinstance(given, str)) for part in parts))
+    if not found:
+        raise ArgumentError(f"give {_NUMBERS[option.type]}, or several")
+    return found
+
+
+def _single(option: Option, given: Any, *, typed: bool = False) -> Any:
+    """One value of an option; `typed`: it is a part of a text, such as the 2 of "1,2"."""
+    wanted = f"give {_NUMBERS[option.type]}"
+    if typed:
+        try:
+            given = option.type(given.strip())
+        except ValueError:
+            raise ArgumentError(wanted) from None
+    fits = isinstance(given, int | float) if option.type is float else isinstance(given, option.type)
+    if isinstance(given, bool) or not fits:
+        raise ArgumentError(wanted)
+    if option.least is not None and given < option.least:
+        raise ArgumentError(f"give {option.least} or more")
+    if option.most is not None and given > option.most:
+        raise ArgumentError(f"give {option.most} or less")
+    return option.type(given)
 
 
 def sizes(subject: Subject, context: int | None, continuation: int | None, new_tokens: int) -> tuple[int, int]:
@@ -103,12 +163,12 @@ def settings_of(
             else:
                 fixed[setting] = value
         for point in product(*axes.values()):
-            yield kind.module, {**fixed, **dict(zip(axes, point, strict=True))}
+            yield kind.name, {**fixed, **dict(zip(axes, point, strict=True))}
 
 
-def _set(kind: Kind, values: Mapping[str, Any]) -> Iterator[tuple[str, bool, Any]]:
+def _set(kind: type[Task], values: Mapping[str, Any]) -> Iterator[tuple[str, bool, Any]]:
     """The settings of a task for which an option has a value: name, whether each of the values is a task, value."""
-    for declared in kind.declared:
+    for declared in kind.declared():
         option, times = declared.option, declared.setting.times
         if option is None:
             continue

@@ -8,17 +8,14 @@ from typing import Any
 
 from kvtailor.bench.build import SettingsError, Text
 from kvtailor.bench.data.texts import named_texts
-from kvtailor.bench.evaluation.asked import OPTIONS, SERVES, SETS, TASKS, parted_tasks
+from kvtailor.bench.evaluation.asked import OPTIONS, SERVES, SETS, TASKS, parted_tasks, value_of
 from kvtailor.bench.kinds import GENERATED, KINDS, TEXTS
-from kvtailor.bench.tasks.settings import Option
-from kvtailor.errors import ArgumentError, suggest
-from kvtailor.ops.sizes import bytes_of
+from kvtailor.errors import suggest
 from kvtailor.plan import Plan
 
 __all__ = ["ASKED", "lines_of", "options_of", "tasks_of", "texts_of"]
 
 ASKED = "kvtailor.evaluate"
-_NUMBERS = {int: "a whole number", float: "a number", str: "a text"}
 
 
 def lines_of(plans: str | Plan | Sequence[str | Plan]) -> list[str]:
@@ -101,54 +98,9 @@ def options_of(given: Mapping[str, Any], tasks: Sequence[tuple[str, str | None]]
     for name, option in OPTIONS.items():
         value = given.get(name)
         try:
-            found[name] = _value(option, option.default if value is None else value)
+            found[name] = value_of(option, option.default if value is None else value)
         except ValueError as error:
             faults.append(f"{name} is {value!r}: {error}")
     if faults:
         raise SettingsError(ASKED, faults)
     return found
-
-
-def _value(option: Option, given: Any) -> Any:
-    """The value of one option as `settings_of` takes it.
-
-    Raises:
-        ArgumentError: what must be given.
-    """
-    if given is None:
-        return None
-    if option.type is bool:
-        if not isinstance(given, bool):
-            raise ArgumentError("give True or False")
-        return given or None
-    if option.unit == "bytes":
-        if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-            return given
-        if not isinstance(given, str):
-            raise ArgumentError("give a number of bytes, or text such as 8GiB")
-        return bytes_of(given)
-    if not option.listed:
-        return _single(option, given)
-    parts = given.split(",") if isinstance(given, str) else given if isinstance(given, Sequence) else [given]
-    found = tuple(dict.fromkeys(_single(option, part, typed=isinstance(given, str)) for part in parts))
-    if not found:
-        raise ArgumentError(f"give {_NUMBERS[option.type]}, or several")
-    return found
-
-
-def _single(option: Option, given: Any, *, typed: bool = False) -> Any:
-    """One value of an option; `typed`: it is a part of a text, such as the 2 of "1,2"."""
-    wanted = f"give {_NUMBERS[option.type]}"
-    if typed:
-        try:
-            given = option.type(given.strip())
-        except ValueError:
-            raise ArgumentError(wanted) from None
-    fits = isinstance(given, int | float) if option.type is float else isinstance(given, option.type)
-    if isinstance(given, bool) or not fits:
-        raise ArgumentError(wanted)
-    if option.least is not None and given < option.least:
-        raise ArgumentError(f"give {option.least} or more")
-    if option.most is not None and given > option.most:
-        raise ArgumentError(f"give {option.most} or less")
-    return option.type(given)

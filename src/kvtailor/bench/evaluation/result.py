@@ -233,7 +233,7 @@ def _value_of(task: str, asked: str | None, series: Sequence[Series]) -> str:
         UnknownName: no such list.
     """
     known = sorted(set.intersection(*({*r.values} for each in series for r in each.records.values())))
-    declared = [each.mean_of for each in KINDS[task].told if each.mean_of in known] if task in KINDS else []
+    declared = [each.mean_of for each in (KINDS[task].metrics or ()) if each.mean_of in known] if task in KINDS else []
     name = asked or next((each for each in declared if each is not None), known[0] if known else "")
     if name not in known:
         raise UnknownName(f"list of values of {task}", name, known)

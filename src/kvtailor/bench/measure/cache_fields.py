@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from kvtailor.hf.cache import KvCache
-from kvtailor.ledger import Ledger, storage_bytes
+    from kvtailor.hf.cache import KvCache
+    from kvtailor.ledger import Ledger
 
 __all__ = ["Weighed", "bytes_of", "tokens_read", "weigh"]
 
@@ -36,6 +36,8 @@ class _Layered(Protocol):
 
 def weigh(cache: Any) -> dict[str, Any]:
     """Return what a cache holds now, as fields of a `Record`; nothing for a cache that does not say it."""
+    from kvtailor.hf.cache import KvCache
+
     if not isinstance(cache, Weighed):
         return {}
     held, ledger = cache.held(), cache.ledger()
@@ -54,18 +56,22 @@ def weigh(cache: Any) -> dict[str, Any]:
         "bytes_closed_form": None if ledger.closed_form is None else int(ledger.closed_form),
         "bytes_by_stage": dict(ledger.by_stage),
         "bytes_by_tier": dict(ledger.by_tier),
-        "traffic": _moved(cache),
+        "traffic": _moved(cache) if isinstance(cache, KvCache) else None,
         "bytes_by_layer": tuple(ledger.by_layer),
     }
 
 
-def _moved(cache: Any) -> dict[str, float] | None:
-    found: dict[str, float] = cache.traffic().as_dict() if isinstance(cache, KvCache) else {}
+def _moved(cache: KvCache) -> dict[str, float] | None:
+    found: dict[str, float] = cache.traffic().as_dict()
     return found if any(found.values()) else None
 
 
 def tokens_read(cache: Any) -> float | None:
     """`Record.tokens_read` of the forward before."""
+    import torch
+
+    from kvtailor.hf.cache import KvCache
+
     if not isinstance(cache, KvCache):
         return None
     states = cache.engine.states
@@ -79,6 +85,10 @@ def tokens_read(cache: Any) -> float | None:
 
 def bytes_of(cache: Any) -> int | None:
     """Unique storages of a cache, ours or transformers' own; None for any other."""
+    from torch import Tensor
+
+    from kvtailor.ledger import storage_bytes
+
     if isinstance(cache, Weighed):
         return int(cache.ledger().total)
     if not isinstance(cache, _Layered):

@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvtailor.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "FEWEST",
@@ -153,6 +154,8 @@ def mean_difference(
     Raises:
         ArgumentError: unequal counts, no samples, or a confidence outside of 0 to 1.
     """
+    import torch
+
     if len(ours) != len(theirs) or not ours:
         raise ArgumentError(
             f"asked for paired differences of {len(ours)} and {len(theirs)} samples: give the same samples of both"
@@ -178,6 +181,8 @@ def mean_difference(
 
 def _clusters(differences: Sequence[float], documents: Sequence[float]) -> tuple[Tensor, Tensor]:
     """(g,) sums and sizes of what is drawn together."""
+    import torch
+
     sample = torch.tensor(differences, dtype=torch.float64)
     if len(documents) != len(differences) or len(set(documents)) < FEWEST:
         return sample, torch.ones_like(sample)

@@ -16,21 +16,21 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from kvtailor.bench import checks
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.data.synthetic.documents import Document, make_document, random_source
 from kvtailor.bench.data.synthetic.hidden_facts import needle_fact
 from kvtailor.bench.measure.cache_fields import weigh
-from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks.contract import Demand, PlanByPlan, Sample, Scored
+from kvtailor.bench.tasks.contract import Demand, PlanByPlan, Sample, Scored, hash_of
 from kvtailor.bench.tasks.needle import code_document, feed_answer
-from kvtailor.bench.tasks.settings import CONTEXT, STATE, Metric, Option, setting
-from kvtailor.errors import ArgumentError, KvtailorError
+from kvtailor.bench.tasks.settings import CONTEXT, STATE, Count, Metric, Option, Whole, setting
+from kvtailor.errors import KvtailorError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtailor.bench.subject import Subject
 
 __all__ = ["Ask"]
 
@@ -64,18 +64,12 @@ class Ask(PlanByPlan):
     values: ClassVar[tuple[str, ...]] = ("right", "worst", "nll", "worst_nll")
     by_sample: ClassVar[bool] = True
     generates: ClassVar[int] = 16
-    length: int = setting(1024, option=CONTEXT, counts_tokens=True)
-    questions: int = setting(
-        4, option=Option(flag="--questions", default=4, least=1, help="Questions on each context of the task ask.")
+    length: Count = setting(1024, option=CONTEXT, counts_tokens=True)
+    questions: Count = setting(
+        4, option=Option(flag="--questions", default=4, help="Questions on each context of the task ask.")
     )
-    documents: int = setting(8)
-    state: int = setting(0, option=STATE)
-
-    def __post_init__(self) -> None:
-        if self.questions < 1 or self.documents < 1:
-            raise ArgumentError(
-                f"asked for {self.questions} questions on {self.documents} documents: give at least one of each"
-            )
+    documents: Count = setting(8)
+    state: Whole = setting(0, option=STATE)
 
     def steps(self) -> int:
         return self.documents
@@ -84,6 +78,10 @@ class Ask(PlanByPlan):
         return Demand(prompts={self.length: self.documents}, decoded=self.documents * self.questions * self.generates)
 
     def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
+        import torch
+
+        from kvtailor.bench import checks
+
         if subject.positions is not None and self.length + self.generates > subject.positions:
             raise KvtailorError(
                 f"asked for documents of {self.length} tokens, but {subject.name} has {subject.positions} positions "
@@ -160,11 +158,11 @@ class Ask(PlanByPlan):
         return [replace(document, question=fact.question, answer=fact.answer) for fact in facts]
 
 
-@torch.inference_mode()
 def _answers(
     subject: Subject, contestant: Contestant, asked: Sequence[tuple[Tensor, Tensor, Tensor]]
 ) -> tuple[list[tuple[bool, float]], dict[str, Any]]:
     """Whether each answer is right with its nats a token, and what the cache of the context weighed."""
+
     _, read = subject.prefill(asked[0][0][None], subject.new_cache(contestant), last_only=True)
     weight, found = weigh(read), []
     for _, question, answer in asked:

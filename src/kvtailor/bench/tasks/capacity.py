@@ -24,19 +24,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.cache_fields import bytes_of
-from kvtailor.bench.measure.fresh import STATE, answer, measured, prefill, random_tokens, why_not
-from kvtailor.bench.measure.memory_gauge import Gauge, gauge_of
-from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
-from kvtailor.bench.tasks.settings import Metric, Option, setting
+from kvtailor.bench.tasks.settings import Count, Metric, Option, setting
 from kvtailor.errors import ArgumentError, KvtailorError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtailor.bench.measure.memory_gauge import Gauge
+    from kvtailor.bench.subject import Subject
 
 __all__ = ["Capacity", "Limit", "Need", "capacity_of", "largest"]
 
@@ -90,11 +90,10 @@ class Capacity(PlanByPlan):
     )
     of_cost: ClassVar[bool] = True
     own_cache: ClassVar[bool] = True
-    memory_bytes: int | None = setting(
+    memory_bytes: Count | None = setting(
         None,
         option=Option(
             flag="--memory",
-            type=str,
             unit="bytes",
             help="What capacity may fill, such as 8GiB.  [what the machine has free]",
         ),
@@ -106,10 +105,10 @@ class Capacity(PlanByPlan):
     limit: float = 900.0
 
     def __post_init__(self) -> None:
-        if min(self.context, self.tokens, self.step) < 1 or (self.memory_bytes is not None and self.memory_bytes < 1):
+        super().__post_init__()
+        if min(self.context, self.tokens, self.step) < 1:
             raise ArgumentError(
-                f"asked for memory_bytes={self.memory_bytes}, context={self.context}, tokens={self.tokens}, "
-                f"step={self.step}: give at least 1 of each"
+                f"asked for context={self.context}, tokens={self.tokens}, step={self.step}: give at least 1 of each"
             )
         if self.reach < max(2 * self.context, 4 * self.step):
             raise ArgumentError(
@@ -118,6 +117,9 @@ class Capacity(PlanByPlan):
             )
 
     def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
+        from kvtailor.bench.measure.fresh import STATE, why_not
+        from kvtailor.bench.measure.memory_gauge import gauge_of
+
         names = ("memory_bytes", "context", "tokens", "step", "reach")
         settings: dict[str, object] = {name: getattr(self, name) for name in names}
         positions = subject.positions
@@ -133,6 +135,8 @@ class Capacity(PlanByPlan):
         yield Sample(point=settings, text="random tokens", state=STATE, data=why)
 
     def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
+        from kvtailor.bench.measure.fresh import measured
+
         if sample.data is not None:
             raise KvtailorError(sample.data)
         found = measured(__name__, subject, contestant, sample.point, self.limit)
@@ -192,6 +196,10 @@ def capacity_of(subject: Subject, contestant: Contestant, gauge: Gauge, settings
     Raises:
         KvtailorError: the memory or its high-water mark cannot be read.
     """
+    import torch
+
+    from kvtailor.bench.measure.fresh import prefill, random_tokens
+
     weights, memory = subject.weights(), settings["memory_bytes"] or gauge.free
     if weights is None or memory is None or not gauge.resets:
         raise KvtailorError(
@@ -281,4 +289,6 @@ def _meets(known: Mapping[int, int], memory: int) -> int | None:
 
 
 if __name__ == "__main__":
+    from kvtailor.bench.measure.fresh import answer
+
     answer(capacity_of)

@@ -6,19 +6,23 @@ by plan (`PlanByPlan`). Those whose plans must take turns within one process are
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from kvtailor.bench.tasks.settings import Metric
+from kvtailor.bench.tasks.settings import Declared, Metric, declared_of, value_faults
+from kvtailor.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvtailor.bench.contestant import Contestant
     from kvtailor.bench.subject import Subject
 
-__all__ = ["AllAtOnce", "Demand", "PlanByPlan", "Sample", "Scored", "Task", "Turns"]
+__all__ = ["AllAtOnce", "Demand", "PlanByPlan", "Sample", "Scored", "Task", "Turns", "hash_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +32,7 @@ class Sample:
     Attributes:
         point: the task's coordinates, JSON values only; in every record.
         text: name of the text or generator.
-        text_hash: of all token ids that the model is given, see `bench.subject.hash_of`.
+        text_hash: of all token ids that the model is given, see `hash_of`.
         state: random state of what was generated; None where nothing is random.
         steps: how often scoring one plan calls `advance` at most.
         notes: what a reader must know of the sample, for every plan's record; whole sentences.
@@ -116,7 +120,8 @@ class Turns(Protocol):
 class Task(ABC):
     """One question asked of all plans. A task derives from `PlanByPlan` or `AllAtOnce`, not from this class.
 
-    Declarations (class variables) are made of literals and of names of `bench.tasks.settings`.
+    Its file is imported for `kvtailor bench --help`: what takes long to import stands inside of its functions. The
+    values of its settings are checked against their annotations where one is made.
 
     Attributes:
         name: its name in records, suites and the command line; that of its file.
@@ -155,6 +160,37 @@ class Task(ABC):
     set_name: ClassVar[str] = ""
     order: ClassVar[int] = 100
     usual: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Check the values of the settings.
+
+        Raises:
+            ArgumentError: with all that cannot be.
+        """
+        values = {each.name: getattr(self, each.name) for each in self.declared()}
+        if faults := list(value_faults(type(self), values)):
+            raise ArgumentError("; ".join(faults))
+
+    @classmethod
+    def declared(cls) -> tuple[Declared, ...]:
+        """Return the settings, but for the text."""
+        return declared_of(cls)
+
+    @classmethod
+    def default(cls, name: str) -> Any:
+        """Return the value of a setting where nothing is given; None where it has none."""
+        found = next((each.default for each in cls.declared() if each.name == name), None)
+        return None if found is MISSING else found
+
+    @classmethod
+    def sizes(cls) -> tuple[str, ...]:
+        """Return the settings that count tokens; their sum (of a list, the largest) must fit the model's positions."""
+        return tuple(each.name for each in cls.declared() if each.setting.counts_tokens)
+
+    @classmethod
+    def asked_as(cls) -> tuple[str, ...]:
+        """Return the words by which `--tasks` names it: its sets, or its own name."""
+        return tuple(cls.sets) or (cls.name,)
 
     @classmethod
     def generated(cls, settings: Mapping[str, object]) -> int:
@@ -264,3 +300,12 @@ class AllAtOnce(Task):
             Fraud: a sanity check failed, and the run ends.
             KvtailorError: no plan can be scored.
         """
+
+
+def hash_of(*ids: Tensor) -> str:
+    """Return the SHA-256 of token ids (n,), in order, for `Sample.text_hash`."""
+    digest = hashlib.sha256()
+    for each in ids:
+        digest.update(each.long().cpu().contiguous().numpy(force=True).tobytes())
+        digest.update(b"|")
+    return digest.hexdigest()

@@ -24,22 +24,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from kvtailor.bench import checks
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.cache_fields import weigh
-from kvtailor.bench.measure.inside import LAYERWISE, compare_layers, contents, queries_of
 from kvtailor.bench.measure.statistics import calibration_error, quantile
-from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks.contract import AllAtOnce, Sample, Scored, Turns
+from kvtailor.bench.tasks.contract import AllAtOnce, Sample, Scored, Turns, hash_of
 from kvtailor.bench.tasks.perplexity import Perplexity, Window, origin_notes, scored_pieces, whole_budgets
-from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, STATE, WINDOWS, Metric, setting
+from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, STATE, WINDOWS, Count, Metric, Whole, setting
 from kvtailor.errors import KvtailorError
-from kvtailor.hf.cache import KvCache
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtailor.bench.subject import Subject
 
 __all__ = ["GREEDY", "RUINED", "Fidelity", "repetition"]
 
@@ -118,13 +116,14 @@ class Fidelity(AllAtOnce):
     text: str
     source: str
     origin: str | None = None
-    context: int = setting(512, option=CONTEXT, counts_tokens=True)
-    continuation: int = setting(128, option=CONTINUATION, counts_tokens=True)
-    windows: int = setting(20, option=WINDOWS)
+    context: Count = setting(512, option=CONTEXT, counts_tokens=True)
+    continuation: Count = setting(128, option=CONTINUATION, counts_tokens=True)
+    windows: Count = setting(20, option=WINDOWS)
     least_distinct: float = 0.9
-    state: int = setting(0, option=STATE)
+    state: Whole = setting(0, option=STATE)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._windows_task()
 
     def _windows_task(self) -> Perplexity:
@@ -144,6 +143,10 @@ class Fidelity(AllAtOnce):
         return self.windows
 
     def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
+        import torch
+
+        from kvtailor.bench import checks
+
         windows = self._windows_task().cut(subject)
         checks.check_repetition([w.text for w in windows], self.least_distinct, self.source)
         full = next((each for each in contestants if each.is_full), None)
@@ -186,6 +189,10 @@ class Fidelity(AllAtOnce):
 
 
 def _scored(found: _Found, windows: int, notes: Sequence[str]) -> Scored:
+    import torch
+
+    from kvtailor.bench.measure.inside import LAYERWISE
+
     kl = torch.cat(found.kl)
     by_window: dict[str, tuple[float, ...]] = {
         "ruined": tuple(float(over > RUINED) for over in found.over),
@@ -234,6 +241,11 @@ class _Run:
 
 
 def _run(subject: Subject, contestant: Contestant, window: Window) -> _Run:
+    import torch
+
+    from kvtailor.bench.measure.inside import contents, queries_of
+    from kvtailor.hf.cache import KvCache
+
     logits, cache = subject.prefill(window.context[None], subject.new_cache(contestant), last_only=True)
     weight = weigh(cache)
     held = contents(cache) if isinstance(cache, KvCache) else None
@@ -249,6 +261,8 @@ def _run(subject: Subject, contestant: Contestant, window: Window) -> _Run:
 
 def _greedy(subject: Subject, contestant: Contestant, window: Window, tokens: int) -> list[int]:
     """The tokens that a plan decodes after the window's context, each the likeliest."""
+    import torch
+
     logits, cache = subject.prefill(window.context[None], subject.new_cache(contestant), last_only=True)
     made = [int(logits[0, -1].argmax())]
     while len(made) < tokens:
@@ -271,6 +285,8 @@ def repetition(tokens: Sequence[int]) -> float:
 
 
 def _add(found: _Found, reference: _Run, ours: _Run, targets: Tensor) -> None:
+    from kvtailor.bench.measure.inside import compare_layers
+
     found.kl.append((reference.scores.exp() * (reference.scores - ours.scores)).sum(-1).clamp_min(0).double())
     behind = (reference.scores - ours.scores).gather(-1, targets[:, None].to(ours.scores.device))
     found.over.append(float(behind.double().mean()))
@@ -287,5 +303,7 @@ def _add(found: _Found, reference: _Run, ours: _Run, targets: Tensor) -> None:
 
 def _spread(states: Tensor) -> Tensor:
     """At most `_QUERIES` of the queries (q, t, d), evenly spread."""
+    import torch
+
     count = min(_QUERIES, states.shape[1])
     return states[:, torch.linspace(0, states.shape[1] - 1, count).long()]

@@ -18,20 +18,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
-from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.lm_eval import harness
-from kvtailor.bench.lm_eval.held import HeldSummary
-from kvtailor.bench.lm_eval.isolated import one_process, randomness_restored, silence
 from kvtailor.bench.lm_eval.results import is_ratio, likelihoods_of, main_metric, metrics_of, scores_of, versions
-from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
-from kvtailor.bench.tasks.settings import EXAMPLES, setting
-from kvtailor.errors import ArgumentError, KvtailorError
+from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored, hash_of
+from kvtailor.bench.tasks.settings import EXAMPLES, Count, Whole, setting
+from kvtailor.errors import KvtailorError
+
+if TYPE_CHECKING:
+    from kvtailor.bench.lm_eval.held import HeldSummary
+    from kvtailor.bench.subject import Subject
 
 __all__ = ["Harness"]
 
@@ -83,22 +81,17 @@ class Harness(PlanByPlan):
     set_name: ClassVar[str] = "task"
     task: str = setting()
     data: Path | None = None
-    limit: int | None = setting(None, option=EXAMPLES)
-    fewshot: int | None = setting(None)
-    outside: int = setting(0)
-
-    def __post_init__(self) -> None:
-        if (self.limit is not None and self.limit < 1) or min(self.fewshot or 0, self.outside) < 0:
-            raise ArgumentError(
-                f"asked for limit={self.limit}, fewshot={self.fewshot} and outside={self.outside}: give at least 1 "
-                "document, and no negative number"
-            )
+    limit: Count | None = setting(None, option=EXAMPLES)
+    fewshot: Whole | None = setting(None)
+    outside: Whole = setting(0)
 
     def steps(self) -> int:
         return _STEPS
 
     def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
         # The tasks' files and the random numbers are the harness's own until all plans have been scored.
+        from kvtailor.bench.lm_eval.isolated import randomness_restored, silence
+
         with TemporaryDirectory(prefix="kvtailor-") as folder, randomness_restored():
             random.seed(0)
             with silence():
@@ -132,6 +125,8 @@ class Harness(PlanByPlan):
             )
 
     def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
+        from kvtailor.bench.checks import Fraud
+
         shared: _Loaded = sample.data
         scored, read = self._run(subject, contestant, shared, _Steps(advance, shared.requests))
         if _hash(subject, shared.harness["tasks"]) != sample.text_hash:
@@ -159,8 +154,10 @@ class Harness(PlanByPlan):
 
     def _run(self, subject: Subject, contestant: Contestant, shared: _Loaded, steps: _Steps) -> tuple[Scored, bool]:
         """What was measured, and whether an answer came from the compressed cache."""
+        import torch
         from lm_eval import evaluate
 
+        from kvtailor.bench.lm_eval.isolated import one_process, silence
         from kvtailor.bench.lm_eval.model import HarnessModel
 
         loaded, group, metric = shared.harness, shared.group, shared.metric
@@ -199,6 +196,8 @@ class Harness(PlanByPlan):
         return scored, bool(model.held.read)
 
     def _check_touched(self, contestant: Contestant, scored: Scored, shared: _Loaded) -> None:
+        from kvtailor.bench.checks import Fraud
+
         likelihoods, held = scored.values.get("loglikelihood"), scored.held
         if likelihoods is not None and shared.likelihoods is not None and list(likelihoods) == list(shared.likelihoods):
             raise Fraud(

@@ -19,26 +19,26 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import torch
-from torch import Tensor
+from annotated_types import Ge
 
-from kvtailor.bench import checks
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.data.longsets import Example, LongSet, long_set, overall, read_examples, score_example
-from kvtailor.bench.data.longsets.prompts import chat_overhead, longbench_ids, uses_chat, zeroscrolls_ids
 from kvtailor.bench.measure.cache_fields import tokens_read, weigh
-from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
+from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored, hash_of
 from kvtailor.bench.tasks.fidelity import repetition
-from kvtailor.bench.tasks.settings import EXAMPLES, STATE, Metric, setting
-from kvtailor.errors import ArgumentError, KvtailorError
+from kvtailor.bench.tasks.settings import EXAMPLES, STATE, Count, Metric, Whole, setting
+from kvtailor.errors import KvtailorError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtailor.bench.subject import Subject
 
 __all__ = ["LongContext", "generate"]
 
 _LEAST_TOKENS = 2
-_IDS = {"longbench": longbench_ids, "zeroscrolls": zeroscrolls_ids}
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,13 @@ class LongContext(PlanByPlan):
     benchmark: str = setting()
     subset: str = setting()
     data: Path | None = None
-    examples: int | None = setting(None, option=EXAMPLES)
-    max_tokens: int | None = setting(None, counts_tokens=True)
-    state: int = setting(0, option=STATE)
+    examples: Count | None = setting(None, option=EXAMPLES)
+    max_tokens: Annotated[int, Ge(_LEAST_TOKENS)] | None = setting(None, counts_tokens=True)
+    state: Whole = setting(0, option=STATE)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         long_set(self.benchmark, self.subset)
-        if self.examples is not None and self.examples < 1:
-            raise ArgumentError(f"asked for {self.examples} examples of {self.subset}: ask for at least 1")
-        if self.state < 0:
-            raise ArgumentError(f"asked for state={self.state}: give 0 or more")
-        if self.max_tokens is not None and self.max_tokens < _LEAST_TOKENS:
-            raise ArgumentError(f"asked for prompts of {self.max_tokens} tokens: allow at least {_LEAST_TOKENS}")
 
     def _chosen(self, examples: list[Example]) -> list[Example]:
         """The first ones, or with a state as many others at random, in the data set's order."""
@@ -115,6 +110,8 @@ class LongContext(PlanByPlan):
         return len(self._found[0])
 
     def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
+        from kvtailor.bench import checks
+
         chosen, (examples, origin, whole) = long_set(self.benchmark, self.subset), self._found
         prompts = self._prompts(subject, chosen, examples)
         source = f"{self.benchmark}/{self.subset}"
@@ -177,6 +174,11 @@ class LongContext(PlanByPlan):
         return self._chosen(examples), origin, len(examples)
 
     def _prompts(self, subject: Subject, chosen: LongSet, examples: Sequence[Example]) -> _Prompts:
+        import torch
+
+        from kvtailor.bench.data.longsets.prompts import chat_overhead, longbench_ids, uses_chat, zeroscrolls_ids
+
+        ids_of = {"longbench": longbench_ids, "zeroscrolls": zeroscrolls_ids}
         chat = uses_chat(subject, chosen)
         longest, limit = None, self.max_tokens
         if subject.positions is not None:
@@ -196,7 +198,7 @@ class LongContext(PlanByPlan):
                 )
         ids, cut = [], 0
         for example in examples:
-            build = partial(_IDS[self.benchmark], subject, chosen, example)
+            build = partial(ids_of[self.benchmark], subject, chosen, example)
             whole = build(None)
             fitting = whole if limit is None else _fit(build, limit, longest, self.subset, example)
             cut += not torch.equal(whole, fitting)
@@ -231,7 +233,6 @@ def _ends(subject: Subject, chosen: LongSet) -> frozenset[int]:
     return frozenset(int(each) for each in found if each is not None)
 
 
-@torch.inference_mode()
 def generate(
     subject: Subject,
     contestant: Contestant,
@@ -255,6 +256,8 @@ def generate(
     Raises:
         KvtailorError: the model's logits are not numbers.
     """
+    import torch
+
     logits, cache = subject.prefill(prompt[None], subject.new_cache(contestant), last_only=True)
     weight = weigh(cache)
     made: list[int] = []

@@ -15,18 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.cache_fields import weigh
-from kvtailor.bench.measure.fresh import STATE, answer, measured, prefill, random_tokens, why_not
-from kvtailor.bench.measure.memory_gauge import Gauge
-from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
-from kvtailor.bench.tasks.settings import BATCHES, CONTEXTS, Metric, setting
-from kvtailor.errors import ArgumentError, KvtailorError
+from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored, hash_of
+from kvtailor.bench.tasks.settings import BATCHES, CONTEXTS, Count, Metric, setting
+from kvtailor.errors import KvtailorError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtailor.bench.measure.memory_gauge import Gauge
+    from kvtailor.bench.subject import Subject
 
 __all__ = ["Memory", "weigh_in_this_process"]
 
@@ -52,18 +53,14 @@ class Memory(PlanByPlan):
     of_cost: ClassVar[bool] = True
     own_cache: ClassVar[bool] = True
     generates: ClassVar[int] = 32
-    context: int = setting(512, option=CONTEXTS, each=True, counts_tokens=True)
-    batch: int = setting(1, option=BATCHES, each=True)
-    caches: int = setting(4)
+    context: Count = setting(512, option=CONTEXTS, each=True, counts_tokens=True)
+    batch: Count = setting(1, option=BATCHES, each=True)
+    caches: Count = setting(4)
     limit: float = setting(300.0)
 
-    def __post_init__(self) -> None:
-        if min(self.context, self.batch, self.caches) < 1:
-            raise ArgumentError(
-                f"asked for context={self.context}, batch={self.batch}, caches={self.caches}: give at least 1 of each"
-            )
-
     def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
+        from kvtailor.bench.measure.fresh import STATE, random_tokens, why_not
+
         positions = subject.positions
         if positions is not None and self.context + _DECODED > positions:
             raise KvtailorError(
@@ -80,6 +77,8 @@ class Memory(PlanByPlan):
         )
 
     def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
+        from kvtailor.bench.measure.fresh import measured
+
         if sample.data is not None:
             raise KvtailorError(sample.data)
         found = measured(__name__, subject, contestant, sample.point, self.limit)
@@ -101,6 +100,8 @@ def weigh_in_this_process(
         gauge: counters of this process.
         settings: `context`, `batch` and `caches` of the task.
     """
+    from kvtailor.bench.measure.fresh import prefill, random_tokens
+
     ids = random_tokens(subject, settings["context"], settings["batch"])
 
     def prefilled() -> tuple[Tensor, Any]:
@@ -133,4 +134,6 @@ def weigh_in_this_process(
 
 
 if __name__ == "__main__":
+    from kvtailor.bench.measure.fresh import answer
+
     answer(weigh_in_this_process)

@@ -16,19 +16,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from kvtailor.bench import checks
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.data.synthetic.documents import Document, make_document
 from kvtailor.bench.measure.cache_fields import tokens_read, weigh
-from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks.contract import Demand, PlanByPlan, Sample, Scored
-from kvtailor.bench.tasks.settings import CONTEXT, DOCUMENT_KINDS, STATE, STATES_APART, Metric, Option, setting
-from kvtailor.errors import ArgumentError, KvtailorError
+from kvtailor.bench.tasks.contract import Demand, PlanByPlan, Sample, Scored, hash_of
+from kvtailor.bench.tasks.settings import (
+    CONTEXT,
+    DOCUMENT_KINDS,
+    STATE,
+    STATES_APART,
+    Count,
+    Counts,
+    Metric,
+    Option,
+    Shares,
+    Whole,
+    setting,
+)
+from kvtailor.errors import KvtailorError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtailor.bench.subject import Subject
 
 __all__ = ["NeedleAnswer", "Needle", "answer_document", "code_document", "feed_answer"]
 
@@ -79,27 +91,24 @@ class Needle(PlanByPlan):
     values: ClassVar[tuple[str, ...]] = ("hit", "recall", "nll")
     by_sample: ClassVar[bool] = True
     generates: ClassVar[int] = 32
-    lengths: tuple[int, ...] = setting(
+    lengths: Counts = setting(
         counts_tokens=True,
         option=Option(
             flag="--needles",
-            listed=True,
             like=CONTEXT,
             help="Lengths of the needle documents in tokens, with ',' between.  [--context]",
         ),
     )
-    depths: tuple[float, ...] = setting(
+    depths: Shares = setting(
         (0.1, 0.3, 0.5, 0.7, 0.9),
         option=Option(
             flag="--depths",
-            type=float,
-            listed=True,
             default="0.1,0.3,0.5,0.7,0.9",
             help="Where the needles stand, 0 to 1.",
         ),
     )
-    documents: int = setting(
-        4, option=Option(flag="--documents", default=4, least=1, help="Documents for each length and depth.")
+    documents: Count = setting(
+        4, option=Option(flag="--documents", default=4, help="Documents for each length and depth.")
     )
     kind: str = setting(
         "needle",
@@ -108,8 +117,6 @@ class Needle(PlanByPlan):
         what="kind of document",
         option=Option(
             flag="--kind",
-            type=str,
-            listed=True,
             default="needle",
             help="Which documents, with ',' between: needle, passkey, key_value, multi_value, multi_query, variables, "
             "characters, first_names, copy_span, common_words, frequent_words, tool_call, arithmetic, "
@@ -118,17 +125,9 @@ class Needle(PlanByPlan):
     )
     question_outside: bool = setting(
         False,
-        option=Option(flag="--question-outside", type=bool, help="Ask after the compressed context, not inside it."),
+        option=Option(flag="--question-outside", help="Ask after the compressed context, not inside it."),
     )
-    state: int = setting(0, option=STATE, times=STATES_APART)
-
-    def __post_init__(self) -> None:
-        if not self.lengths or not self.depths or self.documents < 1:
-            raise ArgumentError(
-                f"asked for {len(self.lengths)} lengths, {len(self.depths)} depths and {self.documents} "
-                "documents: give at least "
-                "one of each"
-            )
+    state: Whole = setting(0, option=STATE, times=STATES_APART)
 
     @classmethod
     def generated(cls, settings: Mapping[str, object]) -> int:
@@ -146,6 +145,8 @@ class Needle(PlanByPlan):
         return Demand(prompts=prompts, decoded=self.steps() * self.generated({"kind": self.kind}))
 
     def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
+        import torch
+
         grid = self._grid(subject)
 
         def prompts() -> list[str]:
@@ -203,6 +204,8 @@ class Needle(PlanByPlan):
         )
 
     def _grid(self, subject: Subject) -> dict[tuple[int, float], list[Document]]:
+        from kvtailor.bench import checks
+
         longest, answer = max(self.lengths), self.generated({"kind": self.kind})
         if subject.positions is not None and longest + answer > subject.positions:
             raise KvtailorError(
@@ -249,7 +252,6 @@ def feed_answer(subject: Subject, logits: Tensor, cache: Any, answer: Tensor) ->
     return hit, nats, cache
 
 
-@torch.inference_mode()
 def answer_document(
     subject: Subject,
     contestant: Contestant,
@@ -266,6 +268,7 @@ def answer_document(
         parts: what the answer consists of; several are looked for in a continuation of their own, where the exact
             answer did not come.
     """
+
     logits, cache, weight = _read(subject, contestant, context, question, outside=question_outside)
     hit, nats, cache = feed_answer(subject, logits, cache, answer)
     reading = {"tokens_read": tokens_read(cache)} if weight else {}
@@ -280,6 +283,8 @@ def _read(
     subject: Subject, contestant: Contestant, context: Tensor, question: Tensor, *, outside: bool
 ) -> tuple[Tensor, Any, dict[str, Any]]:
     """Logits after the question, the cache, and what it weighed when it was compressed."""
+    import torch
+
     cache = subject.new_cache(contestant)
     prompt = context if outside else torch.cat([context, question])
     logits, cache = subject.prefill(prompt[None], cache, last_only=True)
@@ -293,6 +298,8 @@ def _continuation(
     subject: Subject, contestant: Contestant, context: Tensor, question: Tensor, tokens: int, outside: bool
 ) -> str:
     """The text of so many greedy tokens."""
+    import torch
+
     logits, cache, _ = _read(subject, contestant, context, question, outside=outside)
     made = [int(logits[0, -1].argmax())]
     while len(made) < tokens:
@@ -303,6 +310,8 @@ def _continuation(
 
 def code_document(subject: Subject, document: Document) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens of context, question and answer, as a tokenizer cuts them where they stand together if it can."""
+    import torch
+
     prompt, whole = subject.prompt(document.prompt), subject.prompt(document.prompt + document.answer)
     context = subject.prompt(document.context)
     answer = whole[prompt.numel() :]

@@ -19,21 +19,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from kvtailor.bench import checks
-from kvtailor.bench.checks.probing import fed_scores, probe, rounding_of
-from kvtailor.bench.checks.reference import ReferenceScores, reference_of
-from kvtailor.bench.checks.whole import WholeBudgets
 from kvtailor.bench.contestant import OWN_ROUNDED, Contestant
 from kvtailor.bench.measure.cache_fields import weigh
-from kvtailor.bench.subject import Subject, Tokens, hash_of
-from kvtailor.bench.tasks.contract import Demand, PlanByPlan, Sample, Scored
-from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, STATE, WINDOWS, Metric, Option, setting
+from kvtailor.bench.tasks.contract import Demand, PlanByPlan, Sample, Scored, hash_of
+from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, STATE, WINDOWS, Count, Metric, Option, Whole, setting
 from kvtailor.errors import ArgumentError, KvtailorError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtailor.bench.checks.reference import ReferenceScores
+    from kvtailor.bench.checks.whole import WholeBudgets
+    from kvtailor.bench.subject import Subject, Tokens
 
 __all__ = ["Perplexity", "Window", "score_window", "scored_pieces", "whole_budgets"]
 
@@ -120,13 +119,12 @@ class Perplexity(PlanByPlan):
     source: str
     origin: str | None = None
     starts: tuple[int, ...] = ()
-    context: int = setting(512, option=CONTEXT, counts_tokens=True)
-    continuation: int = setting(128, option=CONTINUATION, counts_tokens=True)
-    chunk: int | None = setting(
+    context: Count = setting(512, option=CONTEXT, counts_tokens=True)
+    continuation: Count = setting(128, option=CONTINUATION, counts_tokens=True)
+    chunk: Count | None = setting(
         None,
         option=Option(
             flag="--chunk",
-            least=1,
             help="Feed the continuation so many tokens at a time, so that eviction while decoding acts.  [all at once]",
         ),
     )
@@ -134,27 +132,20 @@ class Perplexity(PlanByPlan):
         False,
         option=Option(
             flag="--beyond",
-            type=bool,
             help="Windows may be longer than what the model was made for, as in streaming.",
         ),
     )
-    windows: int = setting(50, option=WINDOWS)
+    windows: Count = setting(50, option=WINDOWS)
     tolerance: float | None = None
     least_distinct: float = 0.9
-    state: int = setting(0, option=STATE)
+    state: Whole = setting(0, option=STATE)
 
     def __post_init__(self) -> None:
-        for what in ("context", "continuation", "windows"):
-            if getattr(self, what) < 1:
-                raise ArgumentError(f"asked for {what}={getattr(self, what)}: give at least 1")
+        super().__post_init__()
         if self.continuation < 2:
             raise ArgumentError(
                 "asked for continuation=1: the prompt's own logits score that token, and no cache is read"
             )
-        if self.state < 0:
-            raise ArgumentError(f"asked for state={self.state}: give 0 or more")
-        if self.chunk is not None and self.chunk < 1:
-            raise ArgumentError(f"asked for chunk={self.chunk}: give at least 1 token, or None to feed all at once")
 
     def texts(self) -> dict[str, str]:
         return {self.source: self.text}
@@ -176,6 +167,10 @@ class Perplexity(PlanByPlan):
         )
 
     def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
+        import torch
+
+        from kvtailor.bench import checks
+
         windows = self.cut(subject)
         share = checks.check_repetition([w.text for w in windows], self.least_distinct, self.source)
         checks.check_distinct([hash_of(w.context, w.targets) for w in windows], self.source)
@@ -205,6 +200,9 @@ class Perplexity(PlanByPlan):
         )
 
     def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
+        from kvtailor.bench import checks
+        from kvtailor.bench.checks.probing import probe
+
         shared: _Shared = sample.data
         windows = shared.windows
         tried = shared.whole.check(contestant)
@@ -288,6 +286,8 @@ class Perplexity(PlanByPlan):
         return list(accumulate(len(piece.encode()) for piece in pieces))
 
     def _window(self, tokens: Tokens, start: Tensor, at: int, stride: int, starts: Sequence[int]) -> Window:
+        import torch
+
         split, end = at + stride - self.continuation, at + stride
         if tokens.ends is None:
             return Window(torch.cat([start, tokens.ids[at:split]]), tokens.ids[split:end], None, "")
@@ -306,6 +306,8 @@ class Perplexity(PlanByPlan):
         return found
 
     def _rounding(self, subject: Subject, full: Contestant, window: Window, scores: Tensor | None = None) -> float:
+        from kvtailor.bench.checks.probing import rounding_of
+
         if scores is None:
             scores = score_window(subject, full, window.context, window.targets, self.chunk)[0]
         return rounding_of(subject, full, window.context, window.targets, scores, self.chunk)
@@ -318,6 +320,9 @@ class Perplexity(PlanByPlan):
         windows: Sequence[Window],
     ) -> str | None:
         """See `checks.check_identity`."""
+        from kvtailor.bench import checks
+        from kvtailor.bench.checks.reference import reference_of
+
         flat, stock = ([scores for scores, _ in each] for each in (ours, own))
         if any(bool(each.isnan().any()) for each in stock):
             raise KvtailorError(subject.not_a_number(f"of {self.source}"))
@@ -345,6 +350,8 @@ def scored_pieces(windows: Sequence[Window], text: str) -> list[str]:
 
 def whole_budgets(subject: Subject, contestants: Sequence[Contestant], window: Window, source: str) -> WholeBudgets:
     """Tries plans at their whole budget on the first tokens after a window's context, fed one at a time."""
+    from kvtailor.bench.checks.whole import WholeBudgets
+
     full = next((contestant for contestant in contestants if contestant.is_full), OWN_ROUNDED)
 
     def score(contestant: Contestant, count: int) -> Tensor:
@@ -360,6 +367,8 @@ def score_window(
 
     It is weighed before the targets, or after them if they are fed in chunks of ``chunk`` tokens.
     """
+    from kvtailor.bench.checks.probing import fed_scores
+
     logits, cache = subject.prefill(context[None], subject.new_cache(contestant), last_only=True)
     weight = weigh(cache)
     scores = fed_scores(subject, logits[0, -1:], cache, targets, chunk)

@@ -27,19 +27,19 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from kvtailor.bench import checks
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.data.synthetic.chains import Chain, make_chain, parts
 from kvtailor.bench.measure.cache_fields import bytes_of, weigh
-from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
-from kvtailor.bench.tasks.settings import STATE, STATES_APART, Metric, Option, setting
-from kvtailor.errors import ArgumentError, KvtailorError
+from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored, hash_of
+from kvtailor.bench.tasks.settings import STATE, STATES_APART, Count, Counts, Metric, Option, Whole, setting
+from kvtailor.errors import KvtailorError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtailor.bench.subject import Subject
 
 __all__ = ["Reasoning", "write_chain"]
 
@@ -101,33 +101,22 @@ class Reasoning(PlanByPlan):
         what="kind of chain",
         option=Option(
             flag="--chain",
-            type=str,
-            listed=True,
             default="walk",
             help="Which chains, with ',' between: walk (its links stand in the prompt), working (in what is decoded).",
         ),
     )
-    counts: tuple[int, ...] = setting(
+    counts: Counts = setting(
         (4,),
-        option=Option(
-            flag="--chain-lengths", listed=True, default="4", help="Links of a walk or steps of a working, with ','."
-        ),
+        option=Option(flag="--chain-lengths", default="4", help="Links of a walk or steps of a working, with ','."),
     )
-    prompt: int = setting(
-        256, counts_tokens=True, option=Option(flag="--chain-prompt", default=256, least=1, help="Tokens of a prompt.")
+    prompt: Count = setting(
+        256, counts_tokens=True, option=Option(flag="--chain-prompt", default=256, help="Tokens of a prompt.")
     )
-    chains: int = setting(24, option=Option(flag="--chains", default=24, least=1, help="Chains of each length."))
-    every: int = setting(
-        64, option=Option(flag="--every", default=64, least=1, help="Decoded tokens between two looks at the bytes.")
+    chains: Count = setting(24, option=Option(flag="--chains", default=24, help="Chains of each length."))
+    every: Count = setting(
+        64, option=Option(flag="--every", default=64, help="Decoded tokens between two looks at the bytes.")
     )
-    state: int = setting(0, option=STATE, times=STATES_APART)
-
-    def __post_init__(self) -> None:
-        if not self.counts or min(self.counts) < 1 or self.chains < 1 or self.every < 1:
-            raise ArgumentError(
-                f"asked for {self.chains} chains of the lengths {list(self.counts)}, looked at every {self.every} "
-                "tokens: give at least one of each"
-            )
+    state: Whole = setting(0, option=STATE, times=STATES_APART)
 
     @classmethod
     def generated(cls, settings: Mapping[str, object]) -> int:
@@ -142,6 +131,10 @@ class Reasoning(PlanByPlan):
         return self.points() * self.chains
 
     def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
+        import torch
+
+        from kvtailor.bench import checks
+
         made = {}
         for index, count in enumerate(self.counts):
             states = range(self.state + index * self.chains, self.state + (index + 1) * self.chains)
@@ -215,7 +208,6 @@ class Reasoning(PlanByPlan):
         )
 
 
-@torch.inference_mode()
 def write_chain(
     subject: Subject, contestant: Contestant, chain: Chain, prompt: Tensor, pieces: Sequence[Tensor]
 ) -> Written:
@@ -226,6 +218,7 @@ def write_chain(
         prompt: with the tokens that begin one.
         pieces: what stands before each answer; the first may be empty.
     """
+
     found, whole = Written(), True
     logits, cache = subject.prefill(prompt[None], subject.new_cache(contestant), last_only=True)
 

@@ -1,18 +1,22 @@
 """What a task's class body is written with: settings, options of the command line, metrics, and what tasks share.
 
-`bench.kinds` reads a task's declarations from its file without importing it, so that a suite can be checked and
-`kvtailor bench --help` shown before torch is loaded. So a declaration is made of literals and of the names in here
-alone, and this module imports nothing heavy.
+`kvtailor bench --help` imports every task, so this module imports nothing heavy; pydantic comes with the first value
+that is checked.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, replace
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Le, MinLen
 
 from kvtailor.bench.data.synthetic.plots import ALL_TASKS
+from kvtailor.errors import KvtailorError, UnknownName
 
 __all__ = [
     "BATCHES",
@@ -20,18 +24,31 @@ __all__ = [
     "CONTEXTS",
     "CONTINUATION",
     "DOCUMENT_KINDS",
+    "Count",
+    "Counts",
+    "Declared",
     "EXAMPLES",
     "NEW_TOKENS",
     "ROUNDS",
     "STATE",
     "STATES_APART",
+    "Share",
+    "Shares",
     "WINDOWS",
+    "Whole",
     "Metric",
     "Option",
     "Setting",
+    "declared_of",
     "setting",
-    "setting_of",
+    "value_faults",
 ]
+
+Count = Annotated[int, Ge(1)]
+Whole = Annotated[int, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+Counts = Annotated[tuple[Count, ...], MinLen(1)]
+Shares = Annotated[tuple[Share, ...], MinLen(1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,23 +58,23 @@ class Option:
     Attributes:
         flag: as it is typed, such as "--new-tokens".
         help: what `kvtailor bench --help` shows.
-        type: of one value: int, float, str; bool for a flag without a value.
         unit: "bytes" where a text such as 8GiB is read as a number of bytes; else empty.
-        listed: several values in one text, with ',' between.
         default: what is taken where it is not given, as it would be typed; None: the task's own default.
-        least, most: bounds of an int.
         like: the option whose value is taken where this one is not given.
+        most: the largest number; read from the setting's annotation where it is not given.
+        type: of one value: int, float, str; bool for a flag without a value. Read from the setting's annotation, as
+            are `listed` (several values in one text, with ',' between) and `least`.
     """
 
     flag: str
     help: str
-    type: type = int
     unit: str = ""
-    listed: bool = False
     default: Any = None
-    least: int | None = None
-    most: int | None = None
     like: Option | None = None
+    most: int | None = None
+    type: type = int
+    listed: bool = False
+    least: int | None = None
 
     @property
     def name(self) -> str:
@@ -70,8 +87,7 @@ class Setting:
     """What is declared beside a field of a task.
 
     Attributes:
-        option: of the command line; its flag alone for one that this task declares with `help`; None: there is none.
-        help: for `option` where that is a flag.
+        option: of the command line; None: there is none.
         each: the option has several values, and the task is measured once for each of them.
         counts_tokens: it is a number of tokens. The sum of all such settings must fit into the model's positions, of a
             list the largest.
@@ -80,8 +96,7 @@ class Setting:
         times: the option's value is multiplied by it.
     """
 
-    option: Option | str | None = None
-    help: str = ""
+    option: Option | None = None
     each: bool = False
     counts_tokens: bool = False
     choices: tuple[str, ...] = ()
@@ -108,66 +123,137 @@ class Metric:
     meaning: str = ""
 
 
-def setting(
-    default: Any = MISSING,
-    *,
-    option: Option | str | None = None,
-    help: str = "",
-    each: bool = False,
-    counts_tokens: bool = False,
-    choices: Sequence[str] = (),
-    what: str = "",
-    times: int = 1,
-) -> Any:
-    """Return a field of a task that a suite may set; the arguments are those of `Setting`.
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """A field of a task that a suite may set.
+
+    Attributes:
+        name: of the field.
+        default: what is taken where nothing is given; `dataclasses.MISSING` where it must be given.
+        setting: what is declared beside it.
+        option: its option of the command line; None: there is none.
+        hint: what its values must be.
+    """
+
+    name: str
+    default: Any
+    setting: Setting
+    option: Option | None
+    hint: Any
+
+
+def setting(default: Any = MISSING, *, option: Option | str | None = None, help: str = "", **more: Any) -> Any:
+    """Return a field of a task that a suite may set. Its annotation says which values it may have.
 
     Args:
         default: what is taken where nothing is given; without it a suite must give it.
-        option, help, each, counts_tokens, choices, what, times: see `Setting`.
+        option: see `Setting`; a flag alone for one that no other task has.
+        help: for `option` where that is a flag.
+        more: the other attributes of `Setting`.
     """
-    made = Setting(
-        option=option,
-        help=help,
-        each=each,
-        counts_tokens=counts_tokens,
-        choices=tuple(choices),
-        what=what,
-        times=times,
-    )
-    return dataclasses.field(default=default, metadata={"setting": made})
+    own = Option(flag=option, help=help) if isinstance(option, str) else option
+    return dataclasses.field(default=default, metadata={"setting": Setting(option=own, **more)})
 
 
-def setting_of(field: Any) -> Setting | None:
-    """Return what `setting` declared of a dataclass field; None for a field that no suite sets."""
-    found = field.metadata.get("setting")
-    return found if isinstance(found, Setting) else None
+@cache
+def declared_of(task: type) -> tuple[Declared, ...]:
+    """Return the fields of a task that `setting` made.
+
+    Raises:
+        KvtailorError: an annotation cannot be read, or no option can be made of it.
+    """
+    try:
+        hints = get_type_hints(task, include_extras=True)
+    except NameError as error:
+        raise KvtailorError(
+            f"{task.__module__}: an annotation of {task.__name__} cannot be read ({error}): import what it names at "
+            "the top of the file, outside of TYPE_CHECKING"
+        ) from error
+    found = []
+    for field in dataclasses.fields(task):
+        own = field.metadata.get("setting")
+        if isinstance(own, Setting):
+            hint = hints[field.name]
+            option = None if own.option is None else _option(own.option, hint, own.each, task)
+            found.append(Declared(name=field.name, default=field.default, setting=own, option=option, hint=hint))
+    return tuple(found)
+
+
+def _option(option: Option, hint: Any, each: bool, task: type) -> Option:
+    """The option with what the annotation of its setting says."""
+    listed = each
+    bounds: dict[str, Any] = {"least": option.least, "most": option.most}
+    while (origin := get_origin(hint)) is not None:
+        first, *rest = get_args(hint)
+        if origin is Annotated:
+            for bound in rest:
+                bounds |= {"least": bound.ge} if isinstance(bound, Ge) else {}
+                bounds |= {"most": bound.le} if isinstance(bound, Le) else {}
+        elif origin is tuple:
+            listed = True
+        elif origin not in (Union, UnionType):
+            break
+        hint = next(kind for kind in (first, *rest) if kind is not NoneType)
+    if hint not in (int, float, str, bool):
+        raise KvtailorError(
+            f"{task.__module__}: {option.flag} is of the type {hint}, of which no option can be made: annotate its "
+            "setting with int, float, str or bool, or a tuple of one of them"
+        )
+    return replace(option, type=hint, listed=listed, **bounds)
+
+
+def value_faults(task: type, settings: Mapping[str, object]) -> Iterator[str]:
+    """Yield a sentence for each value that a setting of a task cannot have.
+
+    Args:
+        task: a dataclass with settings.
+        settings: some of them; a list stands for a tuple.
+    """
+    from pydantic import ValidationError
+
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    refused: dict[str, list[str]] = {}
+    try:
+        _model(task).model_validate(given)
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            refused.setdefault(str(each["loc"][0]), []).append(each["msg"])
+    for declared in declared_of(task):
+        name, choices = declared.name, declared.setting.choices
+        if name in refused:
+            yield f"{name} is {settings[name]!r}: {', or '.join(dict.fromkeys(refused[name]))}"
+        elif choices and name in settings and settings[name] not in choices:
+            yield str(UnknownName(declared.setting.what or name, str(settings[name]), choices))
+
+
+@cache
+def _model(task: type) -> Any:
+    """The settings of a task as pydantic reads them: nothing is converted, and none must be there."""
+    from pydantic import ConfigDict, create_model
+
+    fields: dict[str, Any] = {each.name: (each.hint, None) for each in declared_of(task)}
+    return create_model(task.__name__, __config__=ConfigDict(strict=True), **fields)
 
 
 DOCUMENT_KINDS = tuple(ALL_TASKS)
 STATES_APART = 10_000
 """Random states between two numbers of --state: more than a run has documents of one kind, or rounds."""
 
-CONTEXT = Option(flag="--context", least=1, help="Tokens prefilled and compressed.  [512, or what the model has]")
-CONTINUATION = Option(flag="--continuation", least=1, help="Tokens scored after them.  [a quarter of --context]")
-WINDOWS = Option(flag="--windows", least=1, help="Windows of each text.  [50, 20 for fidelity]")
-EXAMPLES = Option(
-    flag="--examples", least=1, help="So many examples of each of longbench, zeroscrolls, harness.  [all]"
-)
+CONTEXT = Option(flag="--context", help="Tokens prefilled and compressed.  [512, or what the model has]")
+CONTINUATION = Option(flag="--continuation", help="Tokens scored after them.  [a quarter of --context]")
+WINDOWS = Option(flag="--windows", help="Windows of each text.  [50, 20 for fidelity]")
+EXAMPLES = Option(flag="--examples", help="So many examples of each of longbench, zeroscrolls, harness.  [all]")
 STATE = Option(
     flag="--state",
     default=0,
-    least=0,
     most=49,
     help="Another number takes other documents: those generated, windows of a text, --examples of a set.",
 )
 CONTEXTS = Option(
     flag="--contexts",
-    listed=True,
     like=CONTEXT,
     help="Prompts of speed, memory and speculation in tokens, with ',' between.  [--context]",
 )
-BATCHES = Option(flag="--batches", listed=True, default="1", help="Rows of speed and memory, with ',' between.")
-NEW_TOKENS = Option(
-    flag="--new-tokens", listed=True, default="32", help="Tokens decoded in a timed round, with ',' between."
-)
-ROUNDS = Option(flag="--rounds", default=10, least=1, help="Timed rounds over all plans.")
+BATCHES = Option(flag="--batches", default="1", help="Rows of speed and memory, with ',' between.")
+NEW_TOKENS = Option(flag="--new-tokens", default="32", help="Tokens decoded in a timed round, with ',' between.")
+ROUNDS = Option(flag="--rounds", default=10, help="Timed rounds over all plans.")

@@ -28,22 +28,35 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import torch
-from torch import Tensor
+from annotated_types import Ge
 
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.measure.machine import Neighbours
 from kvtailor.bench.measure.turns import rounds_in_turns
-from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks.contract import AllAtOnce, Sample, Scored, Turns
-from kvtailor.bench.tasks.draft_rounds import DraftRounds
-from kvtailor.bench.tasks.settings import CONTEXTS, NEW_TOKENS, ROUNDS, STATE, STATES_APART, Metric, Option, setting
+from kvtailor.bench.tasks.contract import AllAtOnce, Sample, Scored, Turns, hash_of
+from kvtailor.bench.tasks.settings import (
+    CONTEXTS,
+    NEW_TOKENS,
+    ROUNDS,
+    STATE,
+    STATES_APART,
+    Count,
+    Metric,
+    Option,
+    Whole,
+    setting,
+)
 from kvtailor.errors import ArgumentError, KvtailorError
-from kvtailor.hf.model.loading import load
-from kvtailor.hf.run.generate import Generated, generate
-from kvtailor.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtailor.bench.measure.draft_rounds import DraftRounds
+    from kvtailor.bench.measure.machine import Neighbours
+    from kvtailor.bench.subject import Subject
+    from kvtailor.hf.run.generate import Generated
+    from kvtailor.plan import Plan
 
 __all__ = ["Speculation"]
 
@@ -100,19 +113,18 @@ class Speculation(AllAtOnce):
     timings: ClassVar[tuple[str, ...]] = ("generation", "plain")
     text: str
     source: str
-    context: int = setting(512, option=CONTEXTS, each=True, counts_tokens=True)
-    tokens: int = setting(64, option=NEW_TOKENS, each=True, counts_tokens=True)
-    rounds: int = setting(5, option=ROUNDS)
-    warmup: int = setting(1)
-    patience: int = setting(2)
+    context: Count = setting(512, option=CONTEXTS, each=True, counts_tokens=True)
+    tokens: Annotated[int, Ge(2)] = setting(64, option=NEW_TOKENS, each=True, counts_tokens=True)
+    rounds: Count = setting(5, option=ROUNDS)
+    warmup: Whole = setting(1)
+    patience: Count = setting(2)
     draft: str | None = setting(
-        None, option=Option(flag="--draft", type=str, help="For speculation: a draft model, by name or folder.")
+        None, option=Option(flag="--draft", help="For speculation: a draft model, by name or folder.")
     )
     draft_plan: str | None = setting(
         None,
         option=Option(
             flag="--draft-plan",
-            type=str,
             help="For speculation: plan of the draft's cache; alone, the same weights draft.",
         ),
     )
@@ -120,31 +132,25 @@ class Speculation(AllAtOnce):
         None,
         option=Option(
             flag="--middle-plan",
-            type=str,
             help="For speculation: plan of the cache between a draft model and the plan's own.",
         ),
     )
-    gamma: int | str = setting(4, option=Option(flag="--gamma", default=4, least=1, help="Tokens drafted at once."))
-    inner_gamma: int = setting(2)
-    refresh: int | None = setting(None)
+    gamma: Count | str = setting(4, option=Option(flag="--gamma", default=4, help="Tokens drafted at once."))
+    inner_gamma: Count = setting(2)
+    refresh: Count | None = setting(None)
     min_gain: float | None = setting(None)
-    temperature: float = setting(0.0)
+    temperature: Annotated[float, Ge(0)] = setting(0.0)
     top_p: float = setting(1.0)
-    state: int = setting(0, option=STATE, times=STATES_APART)
+    state: Whole = setting(0, option=STATE, times=STATES_APART)
 
     def __post_init__(self) -> None:
-        if self.tokens < 2 or min(self.rounds, self.context, self.patience) < 1 or self.warmup < 0:
-            raise ArgumentError(
-                f"asked for context={self.context}, tokens={self.tokens}, rounds={self.rounds}, "
-                f"warmup={self.warmup}, patience={self.patience}: give a context, rounds and patience of at least 1 "
-                "and at least 2 tokens"
-            )
+        from kvtailor.plan import Plan
+
+        super().__post_init__()
         if self.draft is None and self.draft_plan is None:
             raise ArgumentError(
                 "there is no draft: give draft (a model) or draft_plan (the same weights over another cache)"
             )
-        if self.temperature < 0:
-            raise ArgumentError(f"temperature must be 0, which is greedy, or more, found {self.temperature}")
         for name in ("draft_plan", "middle_plan"):
             if getattr(self, name) is not None:
                 try:
@@ -185,6 +191,10 @@ class Speculation(AllAtOnce):
     def score_all(
         self, subject: Subject, contestants: Sequence[Contestant], sample: Sample, turns: Turns
     ) -> Mapping[str, Scored]:
+        from kvtailor.bench.measure.draft_rounds import DraftRounds
+        from kvtailor.bench.measure.machine import Neighbours
+        from kvtailor.hf.model.loading import load
+
         small = None
         if self.draft is not None:
             small, _ = load(
@@ -212,6 +222,8 @@ class Speculation(AllAtOnce):
 
     def _prompts(self, subject: Subject) -> Tensor:
         """(all rounds, context) token ids, warm-up first."""
+        import torch
+
         start, ids = subject.start(), subject.tokens(self.text).ids
         if not ids.numel():
             raise KvtailorError(f"asked for prompts from {self.source}, which is empty: give a text")
@@ -261,6 +273,10 @@ class Speculation(AllAtOnce):
     def _generated(
         self, subject: Subject, plan: Plan, prompt: Tensor, drafts: Mapping[str, Any], state: int
     ) -> Generated:
+        import torch
+
+        from kvtailor.hf.run.generate import generate
+
         generator = torch.Generator(subject.device).manual_seed(max(0, state))
         return generate(
             subject.model,

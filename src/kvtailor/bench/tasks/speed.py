@@ -25,21 +25,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import torch
-from torch import Tensor
+from annotated_types import Ge
 
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.cache_fields import bytes_of, weigh
-from kvtailor.bench.measure.flops import CountedFlops, count
-from kvtailor.bench.measure.machine import Neighbours
 from kvtailor.bench.measure.statistics import timings_of
 from kvtailor.bench.measure.turns import rounds_in_turns
-from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks.contract import AllAtOnce, Demand, Sample, Scored, Turns
-from kvtailor.bench.tasks.settings import BATCHES, CONTEXTS, NEW_TOKENS, ROUNDS, Metric, Option, setting
-from kvtailor.errors import ArgumentError, KvtailorError
+from kvtailor.bench.tasks.contract import AllAtOnce, Demand, Sample, Scored, Turns, hash_of
+from kvtailor.bench.tasks.settings import BATCHES, CONTEXTS, NEW_TOKENS, ROUNDS, Count, Metric, Option, Whole, setting
+from kvtailor.errors import KvtailorError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtailor.bench.measure.flops import CountedFlops
+    from kvtailor.bench.measure.machine import Neighbours
+    from kvtailor.bench.subject import Subject
 
 __all__ = ["Speed"]
 
@@ -97,24 +100,16 @@ class Speed(AllAtOnce):
     timings: ClassVar[tuple[str, ...]] = ("ttft", "tpot")
     text: str
     source: str
-    context: int = setting(512, option=CONTEXTS, each=True, counts_tokens=True)
-    batch: int = setting(1, option=BATCHES, each=True)
-    tokens: int = setting(32, option=NEW_TOKENS, each=True, counts_tokens=True)
-    rounds: int = setting(10, option=ROUNDS)
-    warmup: int = setting(3)
-    patience: int = setting(2)
+    context: Count = setting(512, option=CONTEXTS, each=True, counts_tokens=True)
+    batch: Count = setting(1, option=BATCHES, each=True)
+    tokens: Annotated[int, Ge(2)] = setting(32, option=NEW_TOKENS, each=True, counts_tokens=True)
+    rounds: Count = setting(10, option=ROUNDS)
+    warmup: Whole = setting(3)
+    patience: Count = setting(2)
     graphs: bool = setting(
         False,
-        option=Option(flag="--graphs", type=bool, help="Plans decode by CUDA graphs in speed, which they must allow."),
+        option=Option(flag="--graphs", help="Plans decode by CUDA graphs in speed, which they must allow."),
     )
-
-    def __post_init__(self) -> None:
-        if self.tokens < 2 or min(self.rounds, self.context, self.batch, self.patience) < 1 or self.warmup < 0:
-            raise ArgumentError(
-                f"asked for context={self.context}, tokens={self.tokens}, batch={self.batch}, rounds={self.rounds}, "
-                f"warmup={self.warmup}, patience={self.patience}: give a context, batch, rounds and patience of at "
-                "least 1 and at least 2 tokens"
-            )
 
     def steps(self) -> int:
         return self.patience * self.rounds + self.warmup + 1
@@ -134,6 +129,9 @@ class Speed(AllAtOnce):
     def score_all(
         self, subject: Subject, contestants: Sequence[Contestant], sample: Sample, turns: Turns
     ) -> Mapping[str, Scored]:
+        from kvtailor.bench.measure.flops import count
+        from kvtailor.bench.measure.machine import Neighbours
+
         prompt = sample.data
         samples = {contestant.hash: _Samples() for contestant in contestants}
         meter = Neighbours()
@@ -157,6 +155,8 @@ class Speed(AllAtOnce):
         return {plan: self._scored(subject, mine, turns.machine, meter) for plan, mine in found.items()}
 
     def _prompt(self, subject: Subject) -> Tensor:
+        import torch
+
         if subject.positions is not None and self.context + self.tokens > subject.positions:
             raise KvtailorError(
                 f"asked for {self.context} + {self.tokens} tokens, but {subject.name} has {subject.positions} "

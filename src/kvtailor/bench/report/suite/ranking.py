@@ -197,7 +197,7 @@ def _column(
     name = cell.measure.removeprefix("paired.")
     records = _good(cell, full_hash, of_task)
     values = [value for each in records or [] for record in each for value in record.values.get(name, ())]
-    told = KINDS[cell.tasks[0].kind].told if cell.tasks[0].kind in KINDS else ()
+    told = (KINDS[cell.tasks[0].kind].metrics or ()) if cell.tasks[0].kind in KINDS else ()
     higher = any(metric.mean_of == name and metric.higher_is_better for metric in told)
     hits = name in SHARES and all(0 <= value <= 1 for value in values)
     shown = RankedColumn(label=label, name=name, hits=hits, higher=higher, full=None)

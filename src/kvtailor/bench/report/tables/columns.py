@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvtailor.bench.kinds import KINDS, Metric
+from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.report.points import HAND_MADE
 from kvtailor.bench.report.rows import Row
 from kvtailor.bench.report.table import Number
 from kvtailor.bench.report.tables.grid import EMPTY, Cell
 from kvtailor.bench.report.words import byte_text, flop_text, milliseconds, significant
+from kvtailor.bench.tasks.settings import Metric
 
 __all__ = ["BRIEF", "LOSS", "MAIN", "OF_TASKS", "Column", "TaskColumns", "columns_of_task", "declared_columns"]
 
@@ -308,7 +309,7 @@ def columns_of_task(task: str) -> TaskColumns | None:
         return OF_TASKS[task]
     if task in HAND_MADE or task not in KINDS:
         return None
-    told = KINDS[task].told
+    told = KINDS[task].metrics or ()
     note = "; ".join(f"{metric.name}: {metric.meaning}" for metric in told if metric.meaning)
     columns = tuple(Column(_heading(metric), _plain(f"{task}.{metric.name}")) for metric in told)
     return TaskColumns(task.capitalize(), f"{note}." if note else "", columns)
@@ -318,7 +319,7 @@ def declared_columns(rows: Sequence[Row]) -> Iterator[Column]:
     """Return the columns of what some plans have from tasks without columns of their own, as they come."""
     for task in dict.fromkeys(number.task for row in rows for number in row.numbers.values()):
         if task in KINDS and task not in HAND_MADE:
-            for metric in KINDS[task].told:
+            for metric in KINDS[task].metrics or ():
                 name = f"{task}.{metric.name}"
                 if any(name in row.numbers for row in rows):
                     yield Column(_heading(metric, task), _plain(name, lambda value: significant(value, 4)))

@@ -218,7 +218,7 @@ def _sets(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
 
 def _declared(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
     for task in declared_tasks(records):
-        told = [] if KINDS[task].of_cost else KINDS[task].told
+        told = () if KINDS[task].of_cost else KINDS[task].metrics or ()
         members = series_of(records, task)
         for metric in told:
             if metric.mean_of is None or metric.higher_is_better is None:
