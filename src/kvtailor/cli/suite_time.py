@@ -54,12 +54,16 @@ def say_estimate(options: dict[str, Any]) -> None:
     if options["as_json"]:
         click.echo(json.dumps(found.as_dict(), ensure_ascii=False))
         return
+    silent = 0
     for part in found.parts:
-        took = "not known" if part.seconds is None else _spoken(part.seconds)
-        say(f"{took:>12}  {part.plans} plans, {part.prompts} prompts: {part.asked}", hang=14)
-    say(
-        f"{_spoken(found.seconds):>12}  at least, for all of suite {prepared.suite.name} on {options['model']}", hang=14
-    )
+        if part.seconds is None:
+            silent += 1
+        else:
+            say(f"{_spoken(part.seconds):>12}  {part.plans} plans, {part.prompts} prompts: {part.asked}", hang=14)
+    whole = f"at least, for all of suite {prepared.suite.name} on {options['model']}"
+    if silent:
+        whole += f", but for {silent} of {len(found.parts)} tasks"
+    say(f"{_spoken(found.seconds) if silent < len(found.parts) else 'not known':>12}  {whole}", hang=14)
     say(f"Weights {_bytes(found.weights)}, the largest uncompressed cache {_bytes(found.cache)}.")
     for sentence in found.assumed:
         say(sentence)

@@ -251,7 +251,11 @@ def _assumed(rates: Rates, parts: tuple[TaskEstimate, ...]) -> list[str]:
         "A prompt counts once for all plans that can share it, as does its repetition for plans that read it twice. "
         "Records of an earlier run are not taken off.",
     ]
-    silent = [part.asked for part in parts if part.seconds is None]
-    if silent:
-        found.append(f"Without an estimate: {'; '.join(silent)}.")
+    silent: dict[tuple[str, str], list[str]] = {}
+    for part in parts:
+        if part.seconds is None:
+            silent.setdefault((part.asked.partition("(")[0], part.why or ""), []).append(part.asked)
+    for (kind, why), asked in silent.items():
+        many = asked[0] if len(asked) == 1 else f"{len(asked)} tasks of {kind}, such as {asked[-1]}"
+        found.append(f"Without an estimate: {many}: {why}")
     return found
