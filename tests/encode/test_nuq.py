@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.nuq import Nuq, NuqSegment
+from kvtailor.ops.codes.nonuniform import _farthest as farthest
 from kvtailor.ops.codes.nonuniform import fit_levels
 from kvtailor.plan import Plan
 from kvtailor.types import Layout
@@ -88,6 +89,14 @@ def test_an_outlier_costs_its_vector_nothing() -> None:
         error = (found - loud)[0, :, 7].abs().max()
         assert error < most if most is not None else error > 1
         assert (found[0, 40, 7] == 1000.0) == (most is not None)
+
+
+@pytest.mark.parametrize(("used", "aside"), [(64, 6), (45, 5), (44, 4), (4, 0), (0, 0)])
+def test_so_many_of_a_vector_are_kept_aside_as_are_used_in_it(used: int, aside: int) -> None:
+    keys = torch.randn((2, 64, 16), generator=torch.Generator().manual_seed(5))
+    counts = torch.arange(64).expand(2, 16, 64).transpose(1, 2) < used
+    far = farthest(keys, counts, 0.1, 1)
+    assert (far.sum(1) == aside).all() and not (far & ~counts).any()
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 4])

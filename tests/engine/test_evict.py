@@ -10,6 +10,7 @@ from tests.support.segments_of import Padded, states
 
 from kvtailor.engine.budget import Budget
 from kvtailor.engine.evict import ScoredLayer, decide, score_layer
+from kvtailor.engine.evict import _as_cut as as_cut
 from kvtailor.engine.saving import state_of
 from kvtailor.engine.state import LayerState
 from kvtailor.plan import Plan
@@ -36,6 +37,20 @@ def candidates(lengths: list[int], seed: int, recent: int = 2) -> list[ScoredLay
 def budget_of(total: list[int], layers: int, heads: int = 2) -> Budget:
     whole = torch.tensor(total)
     return Budget(total=whole, each=whole // (layers * heads), row_tokens=torch.tensor([40, 41, 42]))
+
+
+def test_a_layer_that_was_cut_has_its_kept_tokens_in_time_order_and_no_scores_in_filler() -> None:
+    (layer,) = candidates([20], 5)
+    keep = torch.rand(layer.scores.shape, generator=torch.Generator().manual_seed(6)) < 0.4
+    counts = keep.sum(-1)
+    longest = int(counts.max())
+    cut = as_cut(layer, keep, counts, longest=longest)
+    assert cut.scores.shape == (3, 2, longest) and bool((counts < longest).any())
+    for row in range(3):
+        for head in range(2):
+            kept = layer.scores[row, head][keep[row, head]]
+            assert torch.equal(cut.scores[row, head, : len(kept)], kept)
+            assert (cut.scores[row, head, len(kept) :] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("total", [[60, 61, 95], [400, 400, 400], [12, 400, 60]])

@@ -364,7 +364,7 @@ MUTATIONS = (
         "step = torch.where(step > 0, step, torch.full_like(step, FLAT))",
         "pass",
         "a flat group is divided by zero",
-        ("ops/cpu/test_quantise.py",),
+        QUANT,
     ),
     Mutation(
         "ops/codes/quant.py",

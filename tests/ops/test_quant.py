@@ -8,6 +8,7 @@ from tests.support.segments_of import states
 from torch import Tensor
 
 from kvtailor.ops.codes.quant import (
+    FLAT,
     dequantise,
     from_e4m3,
     largest_divisor,
@@ -47,6 +48,16 @@ def test_equals_the_slow_quantiser(bits: int, dim: int, group: int) -> None:
     # A value halfway between two codes may go either way in float32.
     wrong = (found - expected).abs() > 1e-5
     assert wrong.float().mean() < 1e-3
+
+
+@every_bits
+@every_dtype
+def test_a_group_of_equal_values_has_a_step_and_comes_back(bits: int, dtype: torch.dtype) -> None:
+    x = states((2, 5, 16), 3).to(dtype)
+    x[1, 2, 8:] = -1.5
+    codes, step, low = quantise(x, bits, 2, 8)
+    assert float(step[1, 2, 1]) == FLAT and not codes[1, 2, 8:].any()
+    assert torch.equal(dequantise(codes, step, low, 2)[1, 2, 8:], x[1, 2, 8:])
 
 
 @every_bits

@@ -75,6 +75,16 @@ def test_a_row_whose_newest_query_is_padding_keeps_its_newest_tokens() -> None:
     assert got.isfinite().all() and (got[1, :, :3].diff(dim=-1) > 0).all()
 
 
+def test_padding_before_such_a_row_makes_its_tokens_no_older() -> None:
+    short = row_of(two_heads().keys[:, :3], queries=torch.ones(2, 3, 1))
+    held = held_of([two_heads(), short], Needs(window=1))
+    valid = held.valid.clone()
+    valid[1, :, 3] = False
+    # Its first token stands in column 1 of 4.
+    got = TOVA().score(dataclasses.replace(held, valid=valid))[1, :, 1:3]
+    torch.testing.assert_close(got, torch.tensor([[0.0, 1 / 3]] * 2))
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 @torch.no_grad()
 def test_keeps_what_the_models_own_attention_says(family: str) -> None:
