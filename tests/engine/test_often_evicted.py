@@ -50,6 +50,12 @@ def test_an_eviction_at_each_token_leaves_few_segments(score):
             assert max(waiting, default=0) < waiting_tokens(Plan.parse(plan), state.codec(Plan.parse(plan))) == 32
 
 
+@pytest.mark.parametrize("slack", [0, 1, 5])
+def test_between_two_evictions_a_layer_grows_by_the_slack_and_no_less(slack):
+    lengths = [int(cache.held().max()) for cache, _ in decoded(f"streaming @ tokens=40, slack={slack}", 13)]
+    assert lengths == [40 + step % (slack + 1) for step in range(14)]
+
+
 @pytest.mark.parametrize(
     "line", ["streaming + kivi4 @ tokens=64", "h2o + kivi4 @ tokens=64", f"h2o + {CODEC} @ tokens=64"]
 )

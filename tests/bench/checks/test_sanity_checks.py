@@ -54,6 +54,16 @@ def test_two_plans_that_did_the_same_are_named_and_not_accused():
     assert said.startswith("one and other did exactly the same in perplexity")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "bytes_held", "observed", "names"),
+    [(50, 100, 0, ["nothing freed"]), (50, 110, 10, ["nothing freed"]), (50, 109, 10, []), (51, 100, 0, [])],
+)
+def test_half_of_the_tokens_in_as_many_bytes_as_all_are_not_dropped(tokens, bytes_held, observed, names):
+    one = record("a", "memory", tokens_held=float(tokens), tokens_seen=100, bytes_held=bytes_held, bytes_full=100)
+    one = replace(one, bytes_by_stage={"observe": observed, "encode": bytes_held - observed})
+    assert [each.name for each in findings([one])] == names
+
+
 @pytest.mark.parametrize(("form", "names"), [(20, []), (19, ["nominal bytes"]), (21, ["nominal bytes"])])
 def test_bytes_are_those_of_arithmetic_and_neither_more_nor_less(form, names):
     one = record("a", "memory", bytes_held=20, bytes_full=50, bytes_closed_form=form)
