@@ -57,6 +57,21 @@ def test_a_plan_that_is_measured_twice_is_run_once(tmp_path):
     assert len(told) == 4
 
 
+def test_pieces_in_two_calls_give_what_they_give_in_one(tmp_path):
+    made, first, rest = subject(), pieces(2, 1), pieces(5, 3)[3:]
+    measurer = Measurer(made, tmp_path)
+    whole = measurer.measure([PLAN], [*first, *rest])[0]
+    parts = [measurer.measure([PLAN], each)[0] for each in (first, rest)]
+    joined = parts[0].with_more(parts[1])
+    assert {group: sorted(each) for group, each in joined.kl.items()} == {
+        group: sorted(each) for group, each in whole.kl.items()
+    }
+    assert joined.loss == pytest.approx(whole.loss) and joined.bytes_held == whole.bytes_held
+    assert {name: len(each) for name, each in joined.hits.items()} == {"needle": len(whole.hits["needle"])}
+    wrong = replace(parts[1], error="it failed")
+    assert parts[0].with_more(wrong).error == "it failed"
+
+
 LAYER_BY_LAYER = [
     Plan.parse("by_layer(of=[plain, kivi(bits=2, recent=32)], layers=[0, 0, 1])"),
     Plan.parse("by_layer(of=[plain, kivi(bits=2, recent=32)], layers=[1, 0, 0])"),

@@ -76,3 +76,15 @@ def test_the_last_stage_has_none_behind_it():
     assert left.left == 0.0
     left.end()
     assert left.left == 0.0
+
+
+def test_what_is_given_up_early_takes_no_time_and_is_expected_again():
+    """Seen on SmolLM2: a search of trials that were given up after a third of their pieces had 61 minutes left of 7."""
+    left = TimeLeft({"search": 240.0}, 1.0)
+    left.begin("search", 480)
+    for _ in range(20):
+        for _ in range(4):
+            left.step(1.0)
+        left.skip(8)
+    # 240 steps are left, of which a third is measured: 0.5 units each, 2/3 of a second a unit.
+    assert abs(left.left - 120 * 2 / 3) <= 10 and left.stages["search"] == 120

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from kvtailor.bench.schema import Record
 
-__all__ = ["Progress", "Silent"]
+__all__ = ["Advance", "Progress", "Silent"]
+
+
+class Advance(Protocol):
+    """What is called after each step of a stage."""
+
+    def __call__(self, label: str, skipped: int = 0) -> None:
+        """Take that a step is done.
+
+        Args:
+            label: what ran.
+            skipped: not a step: so many of the most that there could be are not needed.
+        """
 
 
 class Progress(Protocol):
@@ -42,8 +54,8 @@ class Silent:
         """Nothing."""
 
     @contextmanager
-    def stage(self, name: str, steps: int) -> Iterator[Callable[[str], None]]:
-        yield lambda label: None
+    def stage(self, name: str, steps: int) -> Iterator[Advance]:
+        yield lambda label, skipped=0: None
 
     def finish(self, record: Record) -> None:
         """Nothing."""

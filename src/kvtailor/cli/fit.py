@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvtailor.bench.schema import Record
+    from kvtailor.bench.stages import Advance
     from kvtailor.fitting.progress import TimeLeft
     from kvtailor.fitting.result import Fit
 
@@ -365,7 +366,7 @@ class TerminalProgress:
         self._say(sentence)
 
     @contextmanager
-    def stage(self, name: str, steps: int) -> Iterator[Callable[[str], None]]:
+    def stage(self, name: str, steps: int) -> Iterator[Advance]:
         from time import monotonic
 
         from kvtailor.bench.progress import bar
@@ -379,8 +380,15 @@ class TerminalProgress:
             self._say(f"{name}: at most {steps} steps{self._rest()}")
         with bar(steps, self._console, name) as advance:
 
-            def told(label: str) -> None:
-                nonlocal done, last, said
+            def told(label: str, skipped: int = 0) -> None:
+                nonlocal done, steps, last, said
+                if skipped:
+                    steps = max(done, steps - skipped)
+                    if self._left is not None:
+                        self._left.skip(skipped)
+                    for _ in range(skipped):
+                        advance(f"{name}{self._rest()} · {label}")
+                    return
                 done, now = done + 1, monotonic()
                 if self._left is not None:
                     self._left.step(now - last)

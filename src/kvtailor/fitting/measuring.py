@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -55,6 +55,23 @@ class Measured:
         answers = [fmean(each) for group, each in self.kl.items() if group != TEXT]
         return text + (fmean(answers) if answers else 0.0)
 
+    def with_more(self, more: Measured) -> Measured:
+        """Return it with what the same plan does on further pieces; an error of theirs is one of the whole.
+
+        Args:
+            more: of the same plan, on other pieces.
+        """
+        if more.error is not None:
+            return more
+        heaviest = max(self, more, key=lambda each: each.bytes_held or 0)
+        return replace(
+            self,
+            kl=_joined(self.kl, more.kl),
+            hits=_joined(self.hits, more.hits),
+            bytes_held=heaviest.bytes_held,
+            bytes_full=heaviest.bytes_full,
+        )
+
     def each(self) -> list[float]:
         """One number for each piece, of which `loss` is the weighted mean: paired with those of another plan."""
         groups = [group for group in self.kl if group != TEXT]
@@ -64,6 +81,12 @@ class Measured:
         for group in groups:
             found += [total * value / len(self.kl[group]) / len(groups) for value in self.kl[group]]
         return found
+
+
+def _joined(
+    first: Mapping[str, tuple[float, ...]], more: Mapping[str, tuple[float, ...]]
+) -> dict[str, tuple[float, ...]]:
+    return {name: (*first.get(name, ()), *more.get(name, ())) for name in {**first, **more}}
 
 
 class CalibratedHere:

@@ -63,6 +63,15 @@ class TimeLeft:
         if self._expected and (self._measured >= _MANY or self.seconds is None):
             self.seconds = self.pace
 
+    def skip(self, steps: int) -> None:
+        """Take that so many steps of the open stage are not needed. They count as steps that take no time, since the
+        rest of the stage is likely to have such as well.
+        """
+        if self._open is None:
+            return
+        self.stages[self._open] = max(0.0, self.stages[self._open] - self._unit * steps)
+        self._paces.extend([(0.0, self._unit)] * steps)
+
     def end(self) -> None:
         """Take that the open stage is over."""
         if self._open is not None:

@@ -136,8 +136,11 @@ class _Search:
                 self._take(Candidate(point=point, plan=found.plan, first=found, whole=None))
             else:
                 whole.append((trial, point, found))
-        pieces = [*self.first, *self.rest]
-        measured = self.measurer.measure([found.plan for _, _, found in whole], pieces) if whole else []
+        if not self.rest:
+            measured = [found for _, _, found in whole]
+        else:
+            more = self.measurer.measure([found.plan for _, _, found in whole], self.rest) if whole else []
+            measured = [found.with_more(each) for (_, _, found), each in zip(whole, more, strict=True)]
         for (trial, point, found), every in zip(whole, measured, strict=True):
             if every.error is not None:
                 _constrain(trial, 1.0)

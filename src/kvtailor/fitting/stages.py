@@ -190,7 +190,7 @@ class Fitting:
             )
             steps |= {WHICH_SCORER: len(word) * pieces, LAYERS: round(_OF_LAYERS * len(cut) * pieces)}
         trials = (effort.trials if "structure" in self.stages else 0) + len(presets)
-        steps[STRUCTURE] = trials * pieces + trials // 3 * every
+        steps[STRUCTURE] = trials * pieces + trials // 3 * (every - pieces)
         steps[OTHER_MEMORIES] = (effort.front + 2) * len(effort.levels) * every
         if self.question.memory is None:
             steps[FEWER_BYTES] = _CLOSER * (effort.front + 2) * every
@@ -280,18 +280,18 @@ class Fitting:
     def _search(self, space: Space, memory: int) -> Searched:
         """Stage 2; without it, stage 1's plan and the presets alone."""
         trials = self.effort.trials if "structure" in self.stages else 0
-        starts = space.starts(memory)
-        most = trials + len(starts)
+        most = trials + len(space.starts(memory))
 
         def told(tried: Candidate | None) -> None:
-            advance("-" if tried is None else short_plan(str(tried.plan)))
+            if tried is None or tried.whole is None:
+                advance("given up early", skipped=len(self.every) - len(self.first))
             if tried is not None:
                 self._keep_best(tried.first, memory)
 
-        with self.progress.stage(STRUCTURE, most) as advance:
+        with self.progress.stage(STRUCTURE, most * len(self.every)) as advance:
             found = search(
                 space,
-                self.measurer(lambda label: None),
+                self.measurer(advance),
                 memory=memory,
                 first=self.first,
                 rest=self.every[len(self.first) :],
