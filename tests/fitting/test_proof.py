@@ -1,10 +1,14 @@
 """The rule that names a plan, on numbers whose answer is known."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
+from tests.support.bench.frauds import record
 
+from kvtailor.bench.stages import Silent
 from kvtailor.errors import KvtailorError
+from kvtailor.fitting import stages
 from kvtailor.fitting.verdict import Family, Judged, verdict
 
 WINDOWS = 200
@@ -150,3 +154,16 @@ def test_plans_without_numbers_are_no_answer():
     assert verdict([broken, plan("b", 0.5)]).chosen.label == "b"
     with pytest.raises(KvtailorError, match="no plan could be proved: it did not fit"):
         verdict([broken])
+
+
+def test_times_that_other_work_disturbed_in_every_round_are_said_to_be_none(monkeypatch):
+    """Seen on SmolLM2: four minutes of rounds, and a dash for each plan without a word."""
+    found = [record("kivi4", "speed", samples=0), record("nvfp4", "speed", samples=5)]
+    monkeypatch.setattr(stages, "speed_task", lambda *given, **words: None)
+    monkeypatch.setattr(stages, "plan_run", lambda *given: ([], 1))
+    monkeypatch.setattr(stages, "run_bench", lambda *given, **words: found)
+    names = ("subject", "material", "executor", "resources")
+    fit = SimpleNamespace(**dict.fromkeys(names), question=SimpleNamespace(context=1, batch=1), progress=Silent())
+    fit.folder, fit.notes = stages.Path("there"), []
+    assert stages.Fitting._times(fit, []) == found
+    assert len(fit.notes) == 1 and "kivi4:" in fit.notes[0] and "nvfp4" not in fit.notes[0]

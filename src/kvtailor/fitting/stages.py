@@ -511,6 +511,12 @@ class Fitting:
                 self.notes.append(f"No times were measured: {str(error).splitlines()[0]}")
                 return []
         self.notes += [f"The time of {each.label} was not measured: {each.error}" for each in found if each.error]
+        disturbed = [each.label for each in found if each.error is None and each.samples == 0]
+        if disturbed:
+            self.notes.append(
+                f"No time is told of {', '.join(disturbed)}: other work took the processor in every round. On "
+                "a quiet machine `kvtailor bench --tasks speed` measures it."
+            )
         return [record for record in found if record.error is None]
 
     def _additivity(self, space: Space, layers: LayerMap | None, memory: int) -> Additivity | None:
