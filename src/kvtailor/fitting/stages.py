@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.measure.kept_prompts import KeptPrompts
 from kvtailor.bench.measure.statistics import mean
 from kvtailor.bench.report.words import byte_text
 from kvtailor.bench.resources import CellResources
@@ -188,7 +189,9 @@ class Fitting:
                 shares=effort.shares,
                 by_head=effort.by_head,
             )
-            steps |= {WHICH_SCORER: len(word) * pieces, LAYERS: round(_OF_LAYERS * len(cut) * pieces)}
+            kept = self.subject.kept
+            of_layers = _OF_LAYERS if isinstance(kept, KeptPrompts) and kept.off is None else 1.0
+            steps |= {WHICH_SCORER: len(word) * pieces, LAYERS: round(of_layers * len(cut) * pieces)}
         trials = (effort.trials if "structure" in self.stages else 0) + len(presets)
         steps[STRUCTURE] = trials * pieces + trials // 3 * (every - pieces)
         steps[OTHER_MEMORIES] = (effort.front + 2) * len(effort.levels) * every
