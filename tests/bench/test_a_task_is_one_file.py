@@ -18,11 +18,12 @@ from tests.support.bench.toy import PLACE, TOY, install, write_task
 
 from kvtailor.bench.build import SettingsError, make_task
 from kvtailor.bench.data.texts import generated_text
-from kvtailor.bench.kinds import KINDS, found_kinds, measure_faults, setting_faults
+from kvtailor.bench.kinds import FIELDS, KINDS, found_kinds, measure_faults, setting_faults
 from kvtailor.bench.measure import machine
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.files import texts
-from kvtailor.bench.report.tables.tables import main_grid
+from kvtailor.bench.report.tables.columns import FORMS
+from kvtailor.bench.report.tables.tables import brief_grid, main_grid, task_grids
 from kvtailor.bench.report.terminal import show
 from kvtailor.bench.runner import plan_run, run
 from kvtailor.bench.schema import Record, RecordError, read_records
@@ -195,6 +196,51 @@ def test_its_metrics_are_columns_tables_and_measures(toy):
     out = io.StringIO()
     show(summary, Console(file=out, width=200))
     assert "toy kept share, share" in out.getvalue() and "0.25" in out.getvalue()
+
+
+SHOWN = """    shown: ClassVar[Shown] = Shown(
+        first=(Column("kept, %", "kept_share", 1, 100),),
+        terminal=(Column("kept", "kept_share", 0, 100, unit=" %"),),
+        title="Toys",
+        own=(Column("of its prompts, %", "kept_share", 2, 100),),
+    )
+    values: ClassVar[tuple[str, ...]] = ("kept",)
+"""
+
+
+def shown_toy(folder, monkeypatch, form="number"):
+    shown = SHOWN.replace("1, 100)", f"1, 100, form={form!r})")
+    text = TOY.replace('    values: ClassVar[tuple[str, ...]] = ("kept",)\n', shown)
+    install(monkeypatch, write_task(folder, text.replace("CONTEXTS, Count", "CONTEXTS, Column, Count, Shown")))
+
+
+def test_its_columns_stand_in_its_file_too(tmp_path, monkeypatch):
+    shown_toy(tmp_path / "tasks", monkeypatch)
+    summary = summarise(records := go())
+    first, terminal = main_grid(summary.rows), brief_grid(summary.rows)
+    assert [row[first.heads.index("kept, %")].text for row in first.rows] == ["100.0", "50.0", "25.0"]
+    assert [row[terminal.heads.index("kept")].text for row in terminal.rows] == ["100 %", "50 %", "25 %"]
+    assert not [head for head in (*first.heads, *terminal.heads) if "toy" in head]
+    [own] = task_grids(records, summary.rows)
+    assert own.title == "Toys" and own.heads[-1] == "of its prompts, %" and own.rows[-1][-1].text == "25.00"
+
+
+def test_a_form_that_there_is_not_is_refused(tmp_path, monkeypatch):
+    shown_toy(tmp_path / "tasks", monkeypatch, form="bites")
+    with pytest.raises(KvtailorError, match="no form of a column named 'bites'; did you mean 'bytes'"):
+        main_grid(summarise(go()).rows)
+
+
+@pytest.mark.parametrize("name", [name for name, task in KINDS.items() if task.shown])
+def test_a_column_shows_a_number_that_there_is(name):
+    """A number that no record has would be a column that is never seen."""
+    task = KINDS[name]
+    timings = {f"{timing}{end}" for timing in task.timings for end in ("", "_median", "_q1", "_q3")}
+    over_full = {f"{number}_over_full" for number in ("nll", "answer_nll", "ttft", "tpot")}
+    known = {*FIELDS, *timings, *over_full, "tokens_per_second_per_gib"} | {each.name for each in task.metrics or ()}
+    columns = [*task.shown.first, *task.shown.terminal, *task.shown.own]
+    assert {each.number for each in columns} | {each.beside for each in columns if each.beside} <= known
+    assert {each.form for each in columns} <= set(FORMS)
 
 
 def test_a_record_whose_mean_is_not_that_of_its_values_is_refused(toy):

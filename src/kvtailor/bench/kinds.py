@@ -13,7 +13,7 @@ from typing import Any
 
 from kvtailor.bench import tasks
 from kvtailor.bench.tasks.contract import AllAtOnce, PlanByPlan, Task
-from kvtailor.bench.tasks.settings import Metric, Option, value_faults
+from kvtailor.bench.tasks.settings import Metric, Option, Shown, value_faults
 from kvtailor.errors import KvtailorError, UnknownName, suggest
 
 __all__ = [
@@ -92,7 +92,7 @@ def _faults_of(task: type[Task], stem: str) -> list[str]:
         f"{name} is {own[name]!r}, not of the type {type(default).__name__}"
         for name, default in vars(Task).items()
         if name in Task.__annotations__ and name in own and type(own[name]) is not type(default)
-        if not (name == "metrics" and own[name] is None)
+        if not (name == "metrics" and own[name] is None) and not isinstance(own[name], Shown)
     ]
     known = {**Task.__annotations__, **AllAtOnce.__annotations__}
     for name in own.get("__annotations__", {}):

@@ -11,7 +11,6 @@ from kvtailor.bench.schema import Record, latest
 from kvtailor.errors import ArgumentError
 
 __all__ = [
-    "HAND_MADE",
     "Series",
     "base",
     "compared_tasks",
@@ -21,19 +20,6 @@ __all__ = [
     "series_of",
     "texts_together",
 ]
-
-HAND_MADE = (
-    "perplexity",
-    "fidelity",
-    "needle",
-    "speed",
-    "memory",
-    "capacity",
-    "speculation",
-    "longcontext",
-    "harness",
-)
-"""Tasks with columns, tables and words of their own; of others a report shows what their files declare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +115,10 @@ def of_one_model(records: Sequence[Record]) -> tuple[list[Record], int]:
 
 
 def declared_tasks(records: Sequence[Record]) -> list[str]:
-    """The tasks of some records that are shown as their files declare it, as they come."""
-    return [task for task in dict.fromkeys(r.task for r in records) if task in KINDS and task not in HAND_MADE]
+    """The tasks of some records that declare no columns, so that metrics are shown by their own words."""
+    return [task for task in dict.fromkeys(r.task for r in records) if task in KINDS and KINDS[task].shown is None]
 
 
 def compared_tasks() -> list[str]:
     """The tasks whose records have a number for each sample, so that plans can be compared sample by sample."""
-    by_sample = [task for task, kind in KINDS.items() if kind.by_sample]
-    return sorted(by_sample, key=lambda task: HAND_MADE.index(task) if task in HAND_MADE else len(HAND_MADE))
+    return [name for name, task in KINDS.items() if task.by_sample]

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.cache_fields import bytes_of
 from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
-from kvtailor.bench.tasks.settings import Count, Metric, Option, setting
+from kvtailor.bench.tasks.settings import Column, Count, Metric, Option, Shown, setting
 from kvtailor.errors import ArgumentError, KvtailorError
 
 if TYPE_CHECKING:
@@ -87,6 +87,22 @@ class Capacity(PlanByPlan):
         Metric(name="bytes_per_token", unit="bytes per token", higher_is_better=False),
         Metric(name="bytes_constant", unit="bytes", higher_is_better=False),
         Metric(name="memory_bytes", unit="bytes", meaning="what was to suffice"),
+    )
+    shown: ClassVar[Shown] = Shown(
+        terminal=(
+            Column("batch fits", "largest_batch", form="about"),
+            Column("context fits", "longest_context", form="about"),
+        ),
+        title="What fits",
+        note=(
+            "The largest batch and the longest context that fit in this memory; not run: reckoned from those that were."
+        ),
+        own=(
+            Column("memory", "memory_bytes", form="bytes"),
+            Column("largest batch", "largest_batch", form="run or not"),
+            Column("longest context", "longest_context", form="run or not"),
+            Column("one more token", "bytes_per_token", form="bytes"),
+        ),
     )
     of_cost: ClassVar[bool] = True
     own_cache: ClassVar[bool] = True

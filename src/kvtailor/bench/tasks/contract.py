@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from kvtailor.bench.tasks.settings import Declared, Metric, declared_of, value_faults
+from kvtailor.bench.tasks.settings import Declared, Metric, Shown, declared_of, value_faults
 from kvtailor.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ class Task(ABC):
         name: its name in records, suites and the command line; that of its file.
         version: raised whenever its numbers may change for the same model and plan.
         metrics: the numbers of its records; None: they are known only when it has run.
+        shown: its columns in the report's tables; None: each of the metrics, by its own words.
         values: names in `Record.values` that its records may have.
         timings: names in `Record.timings`.
         by_sample: every list in `Record.values` has one number for each of `Record.samples`.
@@ -146,6 +147,7 @@ class Task(ABC):
     name: ClassVar[str]
     version: ClassVar[int] = 1
     metrics: ClassVar[Sequence[Metric] | None] = ()
+    shown: ClassVar[Shown | None] = None
     values: ClassVar[tuple[str, ...]] = ()
     timings: ClassVar[tuple[str, ...]] = ()
     by_sample: ClassVar[bool] = False

@@ -31,7 +31,18 @@ from kvtailor.bench.measure.cache_fields import weigh
 from kvtailor.bench.measure.statistics import calibration_error, quantile
 from kvtailor.bench.tasks.contract import AllAtOnce, Sample, Scored, Turns, hash_of
 from kvtailor.bench.tasks.perplexity import Perplexity, Window, origin_notes, scored_pieces, whole_budgets
-from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, STATE, WINDOWS, Count, Metric, Whole, setting
+from kvtailor.bench.tasks.settings import (
+    CONTEXT,
+    CONTINUATION,
+    STATE,
+    WINDOWS,
+    Column,
+    Count,
+    Metric,
+    Shown,
+    Whole,
+    setting,
+)
 from kvtailor.errors import KvtailorError
 
 if TYPE_CHECKING:
@@ -101,6 +112,35 @@ class Fidelity(AllAtOnce):
         Metric(name="retained_mass", unit="share", higher_is_better=True),
         Metric(name="attention_cosine", unit="relative", higher_is_better=True),
         Metric(name="output_error", unit="relative", higher_is_better=False),
+    )
+    shown: ClassVar[Shown] = Shown(
+        first=(Column("KL", "kl", 4), Column("top-1, %", "top1", 1, 100)),
+        terminal=(Column("KL", "kl", 3), Column("top-1", "top1", 1, 100, unit=" %")),
+        title="Fidelity",
+        note=(
+            "Against 'full' on the same tokens. Errors are relative, means over layers; the charts have them "
+            "by layer. They describe what is held. Ruined: windows whose continuation loses more than 0.5 "
+            "nats a token over 'full'. First difference: of two texts that are decoded greedily, up to 64 "
+            "tokens, all of which count where none differs. Repeated: runs of four tokens in the plan's text "
+            "that it had before. A largest value grows with the tokens."
+        ),
+        own=(
+            Column("KL", "kl"),
+            Column("KL, 99th percentile", "kl_p99"),
+            Column("KL, 99.9 %", "kl_p999"),
+            Column("largest KL", "kl_max"),
+            Column("ruined, %", "ruined", scale=100),
+            Column("tokens to first difference", "divergence", 1),
+            Column("same text, %", "same_text", scale=100),
+            Column("repeated, %", "repetition", scale=100),
+            Column("top-1, %", "top1", scale=100),
+            Column("calibration error, %", "ece", scale=100),
+            Column("key error", "key_error"),
+            Column("value error", "value_error"),
+            Column("mass retained, %", "retained_mass", scale=100),
+            Column("attention cosine", "attention_cosine", 4),
+            Column("output error", "output_error"),
+        ),
     )
     values: ClassVar[tuple[str, ...]] = (
         "kl",

@@ -24,7 +24,7 @@ from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.lm_eval import harness
 from kvtailor.bench.lm_eval.results import is_ratio, likelihoods_of, main_metric, metrics_of, scores_of, versions
 from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored, hash_of
-from kvtailor.bench.tasks.settings import EXAMPLES, Count, Whole, setting
+from kvtailor.bench.tasks.settings import EXAMPLES, Count, Shown, Whole, setting
 from kvtailor.errors import KvtailorError
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class Harness(PlanByPlan):
     version: ClassVar[int] = 1
     order: ClassVar[int] = 9
     metrics: ClassVar[None] = None
+    shown: ClassVar[Shown] = Shown()
     values: ClassVar[tuple[str, ...]] = ("score",)
     by_sample: ClassVar[bool] = True
     reads_data: ClassVar[bool] = True

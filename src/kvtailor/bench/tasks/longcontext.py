@@ -28,7 +28,7 @@ from kvtailor.bench.data.longsets import Example, LongSet, long_set, overall, re
 from kvtailor.bench.measure.cache_fields import tokens_read, weigh
 from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored, hash_of
 from kvtailor.bench.tasks.fidelity import repetition
-from kvtailor.bench.tasks.settings import EXAMPLES, STATE, Count, Metric, Whole, setting
+from kvtailor.bench.tasks.settings import EXAMPLES, STATE, Count, Metric, Shown, Whole, setting
 from kvtailor.errors import KvtailorError
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class LongContext(PlanByPlan):
         Metric(name="answer_tokens", unit="tokens", mean_of="answer_tokens", meaning="length of an answer"),
         Metric(name="repetition", unit="share", higher_is_better=False, mean_of="repetition"),
     )
+    shown: ClassVar[Shown] = Shown()
     values: ClassVar[tuple[str, ...]] = ("score", "answer_tokens", "repetition")
     by_sample: ClassVar[bool] = True
     reads_data: ClassVar[bool] = True

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.cache_fields import weigh
 from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored, hash_of
-from kvtailor.bench.tasks.settings import BATCHES, CONTEXTS, Count, Metric, setting
+from kvtailor.bench.tasks.settings import BATCHES, CONTEXTS, Column, Count, Metric, Shown, setting
 from kvtailor.errors import KvtailorError
 
 if TYPE_CHECKING:
@@ -50,6 +50,21 @@ class Memory(PlanByPlan):
     order: ClassVar[int] = 5
     usual: ClassVar[bool] = True
     metrics: ClassVar[tuple[Metric, ...]] = (Metric(name="bytes_before", unit="bytes"),)
+    shown: ClassVar[Shown] = Shown(
+        terminal=(
+            Column("peak prefill", "bytes_peak", form="bytes"),
+            Column("decode", "bytes_peak_decode", form="bytes"),
+        ),
+        title="Memory of a fresh process",
+        note="Above what the process held before its first cache, so without the weights.",
+        own=(
+            Column("bytes held", "bytes_held", form="bytes"),
+            Column("of full, %", "bytes_held", 1, form="percent of", beside="bytes_full"),
+            Column("resident", "bytes_resident", form="bytes"),
+            Column("peak, prefill", "bytes_peak", form="bytes"),
+            Column("peak, decode", "bytes_peak_decode", form="bytes"),
+        ),
+    )
     of_cost: ClassVar[bool] = True
     own_cache: ClassVar[bool] = True
     generates: ClassVar[int] = 32

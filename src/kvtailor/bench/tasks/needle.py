@@ -27,11 +27,13 @@ from kvtailor.bench.tasks.settings import (
     DOCUMENT_KINDS,
     STATE,
     STATES_APART,
+    Column,
     Count,
     Counts,
     Metric,
     Option,
     Shares,
+    Shown,
     Whole,
     setting,
 )
@@ -87,6 +89,24 @@ class Needle(PlanByPlan):
         Metric(name="accuracy", unit="share", higher_is_better=True, mean_of="hit"),
         Metric(name="recall", unit="share", higher_is_better=True, mean_of="recall"),
         Metric(name="answer_nll", unit="nats per token", higher_is_better=False, mean_of="nll"),
+    )
+    shown: ClassVar[Shown] = Shown(
+        first=(
+            Column("answers right, %", "accuracy", 0, 100, interval=True),
+            Column("recall, %", "recall", 0, 100, interval=True),
+            Column(
+                "nats over full per answer token",
+                "answer_nll_over_full",
+                3,
+                sign=True,
+                interval=True,
+                is_difference=True,
+            ),
+        ),
+        terminal=(
+            Column("needle (95 %)", "accuracy", form="hits"),
+            Column("recall (95 %)", "recall", 0, 100, unit=" %", interval=True),
+        ),
     )
     values: ClassVar[tuple[str, ...]] = ("hit", "recall", "nll")
     by_sample: ClassVar[bool] = True

@@ -24,7 +24,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvtailor.bench.contestant import OWN_ROUNDED, Contestant
 from kvtailor.bench.measure.cache_fields import weigh
 from kvtailor.bench.tasks.contract import Demand, PlanByPlan, Sample, Scored, hash_of
-from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, STATE, WINDOWS, Count, Metric, Option, Whole, setting
+from kvtailor.bench.tasks.settings import (
+    CONTEXT,
+    CONTINUATION,
+    STATE,
+    WINDOWS,
+    Column,
+    Count,
+    Metric,
+    Option,
+    Shown,
+    Whole,
+    setting,
+)
 from kvtailor.errors import ArgumentError, KvtailorError
 
 if TYPE_CHECKING:
@@ -112,6 +124,14 @@ class Perplexity(PlanByPlan):
         Metric(name="perplexity", unit="perplexity", higher_is_better=False, meaning="exp of nll"),
         Metric(name="bits_per_byte", unit="bits per byte", higher_is_better=False),
         Metric(name="distinct_8grams", unit="share", meaning="of the text, whatever the plan"),
+    )
+    shown: ClassVar[Shown] = Shown(
+        first=(
+            Column("nats over full", "nll_over_full", 4, sign=True, interval=True, is_difference=True),
+            Column("perplexity", "perplexity", 3),
+            Column("bits per byte", "bits_per_byte", 4),
+        ),
+        terminal=(Column("ΔNLL (95 %)", "nll_over_full", 3, sign=True, interval=True, is_difference=True),),
     )
     values: ClassVar[tuple[str, ...]] = ("nll",)
     by_sample: ClassVar[bool] = True

@@ -7,8 +7,8 @@ that is checked.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, MISSING, dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -23,6 +23,7 @@ __all__ = [
     "CONTEXT",
     "CONTEXTS",
     "CONTINUATION",
+    "Column",
     "DOCUMENT_KINDS",
     "Count",
     "Counts",
@@ -32,6 +33,7 @@ __all__ = [
     "ROUNDS",
     "STATE",
     "STATES_APART",
+    "Shown",
     "Share",
     "Shares",
     "WINDOWS",
@@ -121,6 +123,57 @@ class Metric:
     higher_is_better: bool | None = None
     mean_of: str | None = None
     meaning: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table, whose rows are plans.
+
+    Attributes:
+        head: its heading.
+        number: a metric, or what the report makes of metrics, fields and timings, such as `nll_over_full`.
+        digits: behind the point; None: three figures.
+        scale: what a number is multiplied by.
+        form: how a number is written, see `bench.report.tables.columns.FORMS`.
+        beside: a second number that the form shows or divides by.
+        sign: a + stands before what is above 0.
+        unit: stands behind it.
+        interval: its interval stands below it.
+        ends: CSV has the interval's ends too.
+        is_difference: it is a difference to 'full', which is 0 for 'full' itself.
+    """
+
+    head: str
+    number: str
+    digits: int | None = None
+    scale: float = 1.0
+    _: KW_ONLY
+    form: str = "number"
+    beside: str = ""
+    sign: bool = False
+    unit: str = ""
+    interval: bool = False
+    ends: bool = False
+    is_difference: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """The columns of a task.
+
+    Attributes:
+        first: in the first table of a page, where a plan is one line over all points of the task.
+        terminal: the same in a terminal, where there is less space.
+        title: of the task's own table, with a line for each plan at each point.
+        note: how to read that table.
+        own: its columns; none: there is no such table.
+    """
+
+    first: Sequence[Column] = ()
+    terminal: Sequence[Column] = ()
+    title: str = ""
+    note: str = ""
+    own: Sequence[Column] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,9 +41,11 @@ from kvtailor.bench.tasks.settings import (
     ROUNDS,
     STATE,
     STATES_APART,
+    Column,
     Count,
     Metric,
     Option,
+    Shown,
     Whole,
     setting,
 )
@@ -100,6 +102,31 @@ class Speculation(AllAtOnce):
         Metric(name="draft_weight_bytes", unit="bytes", higher_is_better=False),
         Metric(name="resident_hits", unit="share", higher_is_better=True),
         Metric(name="bytes_read", unit="bytes", higher_is_better=False),
+    )
+    shown: ClassVar[Shown] = Shown(
+        terminal=(
+            Column("accepted", "acceptance", 0, 100, unit=" %", interval=True),
+            Column("emitted", "emitted_per_verification", 2, interval=True),
+            Column("speed-up", "speed_up", 2, unit="×", interval=True),
+        ),
+        title="Speculation",
+        note=(
+            "With a draft beside the same plan's plain decoding, interleaved; intervals over random states. "
+            "Acceptance: of judged tokens. On the device: all caches that are at work, drafts' included. "
+            "Same text: greedy rounds in which no token differs."
+        ),
+        own=(
+            Column("on the device", "device_bytes", form="bytes"),
+            Column("plain, on the device", "plain_device_bytes", form="bytes"),
+            Column("acceptance, %", "acceptance", 2, 100, interval=True, ends=True),
+            Column("emitted per verification", "emitted_per_verification", 2, interval=True, ends=True),
+            Column("inner acceptance, %", "inner_acceptance", scale=100),
+            Column("tokens/s", "tokens_per_second"),
+            Column("plain tokens/s", "plain_tokens_per_second"),
+            Column("speed-up", "speed_up", 2, interval=True, ends=True),
+            Column("speed-up over the model's own cache", "speed_up_own", 2, interval=True, ends=True),
+            Column("same text, %", "identical", scale=100),
+        ),
     )
     values: ClassVar[tuple[str, ...]] = (
         "generation",

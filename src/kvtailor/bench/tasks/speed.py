@@ -34,7 +34,19 @@ from kvtailor.bench.measure.cache_fields import bytes_of, weigh
 from kvtailor.bench.measure.statistics import timings_of
 from kvtailor.bench.measure.turns import rounds_in_turns
 from kvtailor.bench.tasks.contract import AllAtOnce, Demand, Sample, Scored, Turns, hash_of
-from kvtailor.bench.tasks.settings import BATCHES, CONTEXTS, NEW_TOKENS, ROUNDS, Count, Metric, Option, Whole, setting
+from kvtailor.bench.tasks.settings import (
+    BATCHES,
+    CONTEXTS,
+    NEW_TOKENS,
+    ROUNDS,
+    Column,
+    Count,
+    Metric,
+    Option,
+    Shown,
+    Whole,
+    setting,
+)
 from kvtailor.errors import KvtailorError
 
 if TYPE_CHECKING:
@@ -95,6 +107,47 @@ class Speed(AllAtOnce):
         Metric(name="achieved_gflops_prefill", unit="GFLOP per second", higher_is_better=True),
         Metric(name="achieved_gflops_token", unit="GFLOP per second", higher_is_better=True),
         Metric(name="floor_ttft_seconds", unit="seconds"),
+    )
+    shown: ClassVar[Shown] = Shown(
+        first=(
+            Column("TTFT over full", "ttft_over_full", 3),
+            Column("TPOT over full", "tpot_over_full", 3),
+            Column("tokens/s", "tokens_per_second", 1),
+            Column("tokens/s per GiB", "tokens_per_second_per_gib", 0),
+        ),
+        terminal=(
+            Column("TTFT", "ttft_over_full", 2, unit="×"),
+            Column("TPOT", "tpot_over_full", 2, unit="×"),
+            Column("tokens/s", "tokens_per_second"),
+            Column("per GiB", "tokens_per_second_per_gib"),
+            Column("ms/token", "tpot_median", form="time and floor", beside="floor_seconds"),
+            Column("FLOP/token", "flops_token", form="operations"),
+            Column("of method", "flops_method_token", form="operations"),
+            Column("GFLOP/s", "achieved_gflops_token"),
+        ),
+        title="Cost",
+        note=(
+            "Medians with quartiles. Floor of TPOT: weights and cache read once at the bandwidth that this "
+            "machine reached; of TTFT: that of the weights, or the operations at the rate it reached, "
+            "whichever is longer. Operations are counted by arithmetic, the method's own apart; GFLOP/s are "
+            "of both together. Tokens/s per GiB: of all rows, over what their caches hold, as a memory that "
+            "is full of such caches would give."
+        ),
+        own=(
+            Column("bytes held", "bytes_held", form="bytes"),
+            Column("TTFT, ms", "ttft", form="time"),
+            Column("floor of TTFT, ms", "floor_ttft_seconds", form="floor", beside="ttft_median"),
+            Column("TPOT, ms", "tpot", form="time"),
+            Column("floor of TPOT, ms", "floor_seconds", form="floor", beside="tpot_median"),
+            Column("tokens/s", "tokens_per_second"),
+            Column("tokens/s per GiB", "tokens_per_second_per_gib"),
+            Column("prefill", "flops_prefill", form="flop"),
+            Column("prefill, method", "flops_method_prefill", form="flop"),
+            Column("prefill, GFLOP/s", "achieved_gflops_prefill"),
+            Column("token", "flops_token", form="flop"),
+            Column("token, method", "flops_method_token", form="flop"),
+            Column("token, GFLOP/s", "achieved_gflops_token"),
+        ),
     )
     values: ClassVar[tuple[str, ...]] = ("ttft", "tpot", "ttft_processor")
     timings: ClassVar[tuple[str, ...]] = ("ttft", "tpot")

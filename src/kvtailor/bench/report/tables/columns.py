@@ -1,7 +1,8 @@
-"""How every number is headed and written: the columns of the first table, of a terminal's, and of each task's table.
+"""How the columns that tasks declare are written: those of the first table, of a terminal's, and of each task's table.
 
-A column is made from the numbers of one line of a table, by task and metric. What a task declares and no column here
-names is shown by its own words, so that a new task needs nothing here.
+A column is made from the numbers of one line of a table, by task and metric. Which there are, the tasks' classes say
+(`Task.shown`); of a task that says nothing each metric is a column, by its own words. What a cache holds is of no task
+and stands here.
 """
 
 from __future__ import annotations
@@ -11,26 +12,28 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvtailor.bench.kinds import KINDS
-from kvtailor.bench.report.points import HAND_MADE
 from kvtailor.bench.report.rows import Row
 from kvtailor.bench.report.table import Number
 from kvtailor.bench.report.tables.grid import EMPTY, Cell
 from kvtailor.bench.report.words import byte_text, flop_text, milliseconds, significant
-from kvtailor.bench.tasks.settings import Metric
+from kvtailor.bench.tasks.settings import Column, Metric, Shown
+from kvtailor.errors import UnknownName
 
-__all__ = ["BRIEF", "LOSS", "MAIN", "OF_TASKS", "Column", "TaskColumns", "columns_of_task", "declared_columns"]
+__all__ = ["COSTS", "FORMS", "MadeColumn", "columns_of_task", "first_columns", "terminal_columns"]
 
 Numbers = Mapping[str, Number]
 Make = Callable[[Numbers], Cell]
-Show = Callable[[float], str]
+
+COSTS = ("speed", "speculation", "memory", "capacity")
+"""Tasks whose own tables stand before the others, and whose columns behind them."""
 
 
-class Column(NamedTuple):
-    """A column.
+class MadeColumn(NamedTuple):
+    """A column with what makes its cells.
 
     Attributes:
         head: its heading.
-        cell: how a cell is made.
+        cell: makes a cell from the numbers of a line.
         is_difference: it is a difference to 'full', which is 0 for 'full' itself.
     """
 
@@ -39,290 +42,176 @@ class Column(NamedTuple):
     is_difference: bool = False
 
 
-class TaskColumns(NamedTuple):
-    """The table of a task over all of its points: its title, how to read it, and its columns."""
-
-    title: str
-    note: str
-    columns: tuple[Column, ...]
-
-
-def _fixed(digits: int, sign: str = "", unit: str = "") -> Show:
-    return lambda value: f"{value:{sign}.{digits}f}{unit}"
-
-
-def _rounded(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _plain(name: str, show: Show = significant, scale: float = 1.0) -> Make:
-    """A number without its interval."""
-
-    def make(numbers: Numbers) -> Cell:
-        found = numbers.get(name)
-        if found is None:
-            return EMPTY
-        value = found.value if scale == 1.0 else scale * found.value
-        return Cell(text=show(value), value=value, keys=found.keys)
-
-    return make
+def _text(column: Column, value: float) -> str:
+    """A number as the column's form and digits have it."""
+    if column.form == "bytes":
+        return byte_text(value)
+    if column.form == "flop":
+        return flop_text(value)
+    if column.form == "operations":
+        return flop_text(value).removesuffix("FLOP")
+    if column.form in ("about", "run or not"):
+        return f"{value:,.0f}"
+    if column.digits is None:
+        return significant(value, 4 if column.form == "four figures" else 3) + column.unit
+    return f"{value:{'+' if column.sign else ''}.{column.digits}f}{column.unit}"
 
 
-def _estimate(name: str, show: Show, scale: float = 1.0, *, ends: bool = False) -> Make:
-    """A number with its interval, whose ends CSV has too where `ends` is set."""
-
-    def make(numbers: Numbers) -> Cell:
-        cell, found = _plain(name, show, scale)(numbers), numbers.get(name)
-        if found is None or found.low is None or found.high is None:
-            return cell
-        low, high = scale * found.low, scale * found.high
-        return replace(cell, interval=f"{show(low)} to {show(high)}", ends=(low, high) if ends else None)
-
-    return make
-
-
-def _time(name: str) -> Make:
-    """A median in milliseconds with its quartiles."""
-
-    def make(numbers: Numbers) -> Cell:
-        cell = _plain(f"{name}_median", significant, 1000)(numbers)
-        q1, q3 = (numbers.get(f"{name}_{each}") for each in ("q1", "q3"))
-        if cell.text is None or q1 is None or q3 is None:
-            return cell
-        spread = f"{milliseconds(q1.value)} to {milliseconds(q3.value)}"
-        return replace(cell, interval=spread, ends=(1000 * q1.value, 1000 * q3.value))
-
-    return make
-
-
-def _floor(name: str, median: str) -> Make:
-    def make(numbers: Numbers) -> Cell:
-        cell, found, taken = _plain(name, significant, 1000)(numbers), numbers.get(name), numbers.get(median)
-        if found is None or taken is None or not taken.value:
-            return cell
-        return replace(cell, interval=f"{100 * found.value / taken.value:.0f} % of the time")
-
-    return make
-
-
-def _fits(name: str, before: str = "", small: str | None = None) -> Make:
-    """A size, and whether it was run or follows from the sizes that were."""
-
-    def make(numbers: Numbers) -> Cell:
-        cell, verified = _plain(name, _rounded)(numbers), numbers.get(f"{name}_verified")
-        if cell.text is None or verified is None or verified.value != 0:
-            return cell
-        return replace(cell, text=f"{before}{cell.text}", interval=small)
-
-    return make
-
-
-def _share_of_full(numbers: Numbers) -> Cell:
-    held, full = numbers.get("memory.bytes_held"), numbers.get("memory.bytes_full")
-    if held is None or full is None or not held.value or not full.value:
+def _plain(column: Column, name: str, numbers: Numbers) -> Cell:
+    """A number, with its interval where the column has one."""
+    found = numbers.get(name)
+    if found is None:
         return EMPTY
-    share = 100 * held.value / full.value
-    return Cell(text=f"{share:.1f}", value=share, keys=held.keys)
+    value = found.value if column.scale == 1.0 else column.scale * found.value
+    cell = Cell(text=_text(column, value), value=value, keys=found.keys)
+    if not column.interval or found.low is None or found.high is None:
+        return cell
+    ends = (column.scale * found.low, column.scale * found.high)
+    shown = " to ".join(_text(column, end) for end in ends)
+    return replace(cell, interval=shown, ends=ends if column.ends else None)
 
 
-LOSS = "perplexity.nll_over_full"
-MAIN: tuple[Column, ...] = (
-    Column("tokens held", _plain("cache.tokens_held", _fixed(0))),
-    Column("bytes held", _plain("cache.bytes_held", byte_text)),
-    Column("bytes, %", _plain("cache.ratio", _fixed(1), 100)),
-    Column("nats over full", _estimate(LOSS, _fixed(4, "+")), is_difference=True),
-    Column("perplexity", _plain("perplexity.perplexity", _fixed(3))),
-    Column("bits per byte", _plain("perplexity.bits_per_byte", _fixed(4))),
-    Column("answers right, %", _estimate("needle.accuracy", _fixed(0), 100)),
-    Column("recall, %", _estimate("needle.recall", _fixed(0), 100)),
-    Column(
-        "nats over full per answer token",
-        _estimate("needle.answer_nll_over_full", _fixed(3, "+")),
-        is_difference=True,
-    ),
-    Column("KL", _plain("fidelity.kl", _fixed(4))),
-    Column("top-1, %", _plain("fidelity.top1", _fixed(1), 100)),
-    Column("TTFT over full", _plain("speed.ttft_over_full", _fixed(3))),
-    Column("TPOT over full", _plain("speed.tpot_over_full", _fixed(3))),
-    Column("tokens/s", _plain("speed.tokens_per_second", _fixed(1))),
-    Column("tokens/s per GiB", _plain("speed.tokens_per_second_per_gib", _fixed(0))),
-)
-"""What the first table of a page shows of a plan. Times in seconds, with their floors, are in the table of cost."""
+def _time(name: str, numbers: Numbers) -> Cell:
+    """A median in milliseconds."""
+    return _plain(Column("", "", scale=1000), name, numbers)
 
 
-def _held_of_seen(numbers: Numbers) -> Cell:
-    cell, seen = _plain("cache.tokens_held", _fixed(0))(numbers), numbers.get("cache.tokens_seen")
-    return cell if cell.text is None or seen is None else replace(cell, text=f"{cell.text}/{seen.value:.0f}")
+def _time_with_quartiles(column: Column, name: str, numbers: Numbers) -> Cell:
+    cell = _time(f"{name}_median", numbers)
+    q1, q3 = (numbers.get(f"{name}_{each}") for each in ("q1", "q3"))
+    if cell.text is None or q1 is None or q3 is None:
+        return cell
+    spread = f"{milliseconds(q1.value)} to {milliseconds(q3.value)}"
+    return replace(cell, interval=spread, ends=(1000 * q1.value, 1000 * q3.value))
 
 
-def _bytes_and_share(numbers: Numbers) -> Cell:
-    cell, ratio = _plain("cache.bytes_held", byte_text)(numbers), numbers.get("cache.ratio")
-    return EMPTY if ratio is None else replace(cell, text=f"{cell.text}  {100 * ratio.value:>3.0f} %")
+def _floor(column: Column, name: str, numbers: Numbers) -> Cell:
+    cell, found, taken = _time(name, numbers), numbers.get(name), numbers.get(_beside(column, name))
+    if found is None or taken is None or not taken.value:
+        return cell
+    return replace(cell, interval=f"{100 * found.value / taken.value:.0f} % of the time")
 
 
-def _hits_of_answers(numbers: Numbers) -> Cell:
-    found = numbers.get("needle.accuracy")
+def _time_and_floor(column: Column, name: str, numbers: Numbers) -> Cell:
+    cell, floor = _time(name, numbers), numbers.get(_beside(column, name))
+    if cell.text is None or floor is None:
+        return cell
+    return replace(cell, interval=f"floor {milliseconds(floor.value)}")
+
+
+def _size(column: Column, name: str, numbers: Numbers) -> Cell:
+    """A size, and whether it was run or follows from the sizes that were."""
+    cell, verified = _plain(column, name, numbers), numbers.get(f"{name}_verified")
+    if cell.text is None or verified is None or verified.value != 0:
+        return cell
+    return replace(cell, text=f"~{cell.text}") if column.form == "about" else replace(cell, interval="not run")
+
+
+def _percent_of(column: Column, name: str, numbers: Numbers) -> Cell:
+    found, whole = numbers.get(name), numbers.get(_beside(column, name))
+    if found is None or whole is None or not found.value or not whole.value:
+        return EMPTY
+    share = 100 * found.value / whole.value
+    return Cell(text=_text(column, share), value=share, keys=found.keys)
+
+
+def _hits(column: Column, name: str, numbers: Numbers) -> Cell:
+    found = numbers.get(name)
     if found is None or found.n is None or found.low is None or found.high is None:
         return EMPTY
     hits = f"{found.value * found.n:.0f}/{found.n}"
     return Cell(text=hits, value=found.value, interval=f"{100 * found.low:.0f} to {100 * found.high:.0f} %")
 
 
-def _token_and_floor(numbers: Numbers) -> Cell:
-    cell, floor = _plain("speed.tpot_median", significant, 1000)(numbers), numbers.get("speed.floor_seconds")
-    if cell.text is None or floor is None:
-        return cell
-    return replace(cell, interval=f"floor {milliseconds(floor.value)}")
+def _held_of_seen(column: Column, name: str, numbers: Numbers) -> Cell:
+    cell, seen = _plain(column, name, numbers), numbers.get(_beside(column, name))
+    return cell if cell.text is None or seen is None else replace(cell, text=f"{cell.text}/{seen.value:.0f}")
 
 
-def _operations(value: float) -> str:
-    return flop_text(value).removesuffix("FLOP")
+def _bytes_and_share(column: Column, name: str, numbers: Numbers) -> Cell:
+    cell, ratio = _plain(replace(column, form="bytes"), name, numbers), numbers.get(_beside(column, name))
+    return EMPTY if ratio is None else replace(cell, text=f"{cell.text}  {100 * ratio.value:>3.0f} %")
 
 
-BRIEF: tuple[Column, ...] = (
-    Column("held/seen", _held_of_seen),
-    Column("bytes", _bytes_and_share),
-    Column("ΔNLL (95 %)", _estimate(LOSS, _fixed(3, "+")), is_difference=True),
-    Column("needle (95 %)", _hits_of_answers),
-    Column("recall (95 %)", _estimate("needle.recall", _fixed(0, unit=" %"), 100)),
-    Column("KL", _plain("fidelity.kl", _fixed(3))),
-    Column("top-1", _plain("fidelity.top1", _fixed(1, unit=" %"), 100)),
-    Column("TTFT", _plain("speed.ttft_over_full", _fixed(2, unit="×"))),
-    Column("TPOT", _plain("speed.tpot_over_full", _fixed(2, unit="×"))),
-    Column("tokens/s", _plain("speed.tokens_per_second")),
-    Column("per GiB", _plain("speed.tokens_per_second_per_gib")),
-    Column("ms/token", _token_and_floor),
-    Column("FLOP/token", _plain("speed.flops_token", _operations)),
-    Column("of method", _plain("speed.flops_method_token", _operations)),
-    Column("GFLOP/s", _plain("speed.achieved_gflops_token")),
-    Column("accepted", _estimate("speculation.acceptance", _fixed(0, unit=" %"), 100)),
-    Column("emitted", _estimate("speculation.emitted_per_verification", _fixed(2))),
-    Column("speed-up", _estimate("speculation.speed_up", _fixed(2, unit="×"))),
-    Column("peak prefill", _plain("memory.bytes_peak", byte_text)),
-    Column("decode", _plain("memory.bytes_peak_decode", byte_text)),
-    Column("batch fits", _fits("capacity.largest_batch", before="~")),
-    Column("context fits", _fits("capacity.longest_context", before="~")),
-)
-"""The same in a terminal, where there is less space."""
+def _beside(column: Column, name: str) -> str:
+    return f"{name.partition('.')[0]}.{column.beside}"
 
-OF_TASKS: dict[str, TaskColumns] = {
-    "speed": TaskColumns(
-        "Cost",
-        (
-            "Medians with quartiles. Floor of TPOT: weights and cache read once at the bandwidth that this "
-            "machine reached; of TTFT: that of the weights, or the operations at the rate it reached, "
-            "whichever is longer. Operations are counted by arithmetic, the method's own apart; GFLOP/s are "
-            "of both together. Tokens/s per GiB: of all rows, over what their caches hold, as a memory that "
-            "is full of such caches would give."
-        ),
-        (
-            Column("bytes held", _plain("speed.bytes_held", byte_text)),
-            Column("TTFT, ms", _time("speed.ttft")),
-            Column("floor of TTFT, ms", _floor("speed.floor_ttft_seconds", "speed.ttft_median")),
-            Column("TPOT, ms", _time("speed.tpot")),
-            Column("floor of TPOT, ms", _floor("speed.floor_seconds", "speed.tpot_median")),
-            Column("tokens/s", _plain("speed.tokens_per_second")),
-            Column("tokens/s per GiB", _plain("speed.tokens_per_second_per_gib")),
-            Column("prefill", _plain("speed.flops_prefill", flop_text)),
-            Column("prefill, method", _plain("speed.flops_method_prefill", flop_text)),
-            Column("prefill, GFLOP/s", _plain("speed.achieved_gflops_prefill")),
-            Column("token", _plain("speed.flops_token", flop_text)),
-            Column("token, method", _plain("speed.flops_method_token", flop_text)),
-            Column("token, GFLOP/s", _plain("speed.achieved_gflops_token")),
-        ),
-    ),
-    "speculation": TaskColumns(
-        "Speculation",
-        (
-            "With a draft beside the same plan's plain decoding, interleaved; intervals over random states. "
-            "Acceptance: of judged tokens. On the device: all caches that are at work, drafts' included. "
-            "Same text: greedy rounds in which no token differs."
-        ),
-        (
-            Column("on the device", _plain("speculation.device_bytes", byte_text)),
-            Column("plain, on the device", _plain("speculation.plain_device_bytes", byte_text)),
-            Column("acceptance, %", _estimate("speculation.acceptance", _fixed(2), 100, ends=True)),
-            Column("emitted per verification", _estimate("speculation.emitted_per_verification", _fixed(2), ends=True)),
-            Column("inner acceptance, %", _plain("speculation.inner_acceptance", scale=100)),
-            Column("tokens/s", _plain("speculation.tokens_per_second")),
-            Column("plain tokens/s", _plain("speculation.plain_tokens_per_second")),
-            Column("speed-up", _estimate("speculation.speed_up", _fixed(2), ends=True)),
-            Column("speed-up over the model's own cache", _estimate("speculation.speed_up_own", _fixed(2), ends=True)),
-            Column("same text, %", _plain("speculation.identical", scale=100)),
-        ),
-    ),
-    "memory": TaskColumns(
-        "Memory of a fresh process",
-        "Above what the process held before its first cache, so without the weights.",
-        (
-            Column("bytes held", _plain("memory.bytes_held", byte_text)),
-            Column("of full, %", _share_of_full),
-            Column("resident", _plain("memory.bytes_resident", byte_text)),
-            Column("peak, prefill", _plain("memory.bytes_peak", byte_text)),
-            Column("peak, decode", _plain("memory.bytes_peak_decode", byte_text)),
-        ),
-    ),
-    "capacity": TaskColumns(
-        "What fits",
-        ("The largest batch and the longest context that fit in this memory; not run: reckoned from those that were."),
-        (
-            Column("memory", _plain("capacity.memory_bytes", byte_text)),
-            Column("largest batch", _fits("capacity.largest_batch", small="not run")),
-            Column("longest context", _fits("capacity.longest_context", small="not run")),
-            Column("one more token", _plain("capacity.bytes_per_token", byte_text)),
-        ),
-    ),
-    "fidelity": TaskColumns(
-        "Fidelity",
-        (
-            "Against 'full' on the same tokens. Errors are relative, means over layers; the charts have them "
-            "by layer. They describe what is held. Ruined: windows whose continuation loses more than 0.5 "
-            "nats a token over 'full'. First difference: of two texts that are decoded greedily, up to 64 "
-            "tokens, all of which count where none differs. Repeated: runs of four tokens in the plan's text "
-            "that it had before. A largest value grows with the tokens."
-        ),
-        (
-            Column("KL", _plain("fidelity.kl")),
-            Column("KL, 99th percentile", _plain("fidelity.kl_p99")),
-            Column("KL, 99.9 %", _plain("fidelity.kl_p999")),
-            Column("largest KL", _plain("fidelity.kl_max")),
-            Column("ruined, %", _plain("fidelity.ruined", scale=100)),
-            Column("tokens to first difference", _plain("fidelity.divergence", _fixed(1))),
-            Column("same text, %", _plain("fidelity.same_text", scale=100)),
-            Column("repeated, %", _plain("fidelity.repetition", scale=100)),
-            Column("top-1, %", _plain("fidelity.top1", scale=100)),
-            Column("calibration error, %", _plain("fidelity.ece", scale=100)),
-            Column("key error", _plain("fidelity.key_error")),
-            Column("value error", _plain("fidelity.value_error")),
-            Column("mass retained, %", _plain("fidelity.retained_mass", scale=100)),
-            Column("attention cosine", _plain("fidelity.attention_cosine", _fixed(4))),
-            Column("output error", _plain("fidelity.output_error")),
-        ),
-    ),
+
+FORMS: dict[str, Callable[[Column, str, Numbers], Cell]] = {
+    **dict.fromkeys(("number", "four figures", "bytes", "flop", "operations"), _plain),
+    "time": _time_with_quartiles,
+    "floor": _floor,
+    "time and floor": _time_and_floor,
+    **dict.fromkeys(("about", "run or not"), _size),
+    "percent of": _percent_of,
+    "hits": _hits,
+    "of seen": _held_of_seen,
+    "bytes and share": _bytes_and_share,
 }
-"""The tables of tasks whose numbers need more than their declared words."""
+"""How a number may be written: what makes a cell of a column, the number's name by task, and the numbers of a line.
+
+`number` has the column's digits, `operations` are FLOP without the word. `time` is in milliseconds with quartiles,
+`floor` with its share of the time beside it, `time and floor` with the floor beside it. `about` and `run or not` are
+sizes that may not have been run, `hits` right answers of all, `of seen` tokens, `percent of` a share of what is beside.
+"""
+
+_CACHE = Shown(
+    first=(
+        Column("tokens held", "tokens_held", 0),
+        Column("bytes held", "bytes_held", form="bytes"),
+        Column("bytes, %", "ratio", 1, 100),
+    ),
+    terminal=(
+        Column("held/seen", "tokens_held", 0, form="of seen", beside="tokens_seen"),
+        Column("bytes", "bytes_held", form="bytes and share", beside="ratio"),
+    ),
+)
+"""What the cache of a plan holds. Times in seconds, with their floors, are in the table of cost."""
 
 
-def columns_of_task(task: str) -> TaskColumns | None:
-    """Return the columns of a task's own table; None where it has none."""
-    if task in OF_TASKS:
-        return OF_TASKS[task]
-    if task in HAND_MADE or task not in KINDS:
+def first_columns(rows: Sequence[Row]) -> list[MadeColumn]:
+    """Return the columns of the first table of a page."""
+    return [*_of_plans(lambda shown: shown.first), *_by_own_words(rows)]
+
+
+def terminal_columns(rows: Sequence[Row]) -> list[MadeColumn]:
+    """Return the same for a terminal, where there is less space."""
+    return [*_of_plans(lambda shown: shown.terminal), *_by_own_words(rows)]
+
+
+def _of_plans(of: Callable[[Shown], Sequence[Column]]) -> Iterator[MadeColumn]:
+    ranked = [*(name for name in KINDS if name not in COSTS), *(name for name in COSTS if name in KINDS)]
+    for name, shown in [("cache", _CACHE), *((name, KINDS[name].shown) for name in ranked)]:
+        yield from (_made(name, column) for column in (() if shown is None else of(shown)))
+
+
+def _made(task: str, column: Column) -> MadeColumn:
+    if column.form not in FORMS:
+        raise UnknownName("form of a column", column.form, FORMS)
+    make, name = FORMS[column.form], f"{task}.{column.number}"
+    return MadeColumn(column.head, lambda numbers: make(column, name, numbers), column.is_difference)
+
+
+def columns_of_task(task: str) -> tuple[str, str, list[MadeColumn]] | None:
+    """Return title, note and columns of a task's own table; None where it has none."""
+    if task not in KINDS:
         return None
-    told = KINDS[task].metrics or ()
-    note = "; ".join(f"{metric.name}: {metric.meaning}" for metric in told if metric.meaning)
-    columns = tuple(Column(_heading(metric), _plain(f"{task}.{metric.name}")) for metric in told)
-    return TaskColumns(task.capitalize(), f"{note}." if note else "", columns)
+    shown = KINDS[task].shown
+    if shown is None:
+        metrics = KINDS[task].metrics or ()
+        note = "; ".join(f"{metric.name}: {metric.meaning}" for metric in metrics if metric.meaning)
+        own = [Column(_heading(metric), metric.name) for metric in metrics]
+        shown = Shown(title=task.capitalize(), note=f"{note}." if note else "", own=own)
+    return (shown.title, shown.note, [_made(task, column) for column in shown.own]) if shown.own else None
 
 
-def declared_columns(rows: Sequence[Row]) -> Iterator[Column]:
-    """Return the columns of what some plans have from tasks without columns of their own, as they come."""
+def _by_own_words(rows: Sequence[Row]) -> Iterator[MadeColumn]:
+    """The metrics that some plans have of tasks that declare no columns, as they come."""
     for task in dict.fromkeys(number.task for row in rows for number in row.numbers.values()):
-        if task in KINDS and task not in HAND_MADE:
+        if task in KINDS and KINDS[task].shown is None:
             for metric in KINDS[task].metrics or ():
-                name = f"{task}.{metric.name}"
-                if any(name in row.numbers for row in rows):
-                    yield Column(_heading(metric, task), _plain(name, lambda value: significant(value, 4)))
+                if any(f"{task}.{metric.name}" in row.numbers for row in rows):
+                    yield _made(task, Column(_heading(metric, task), metric.name, form="four figures"))
 
 
 def _heading(metric: Metric, task: str = "") -> str:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.report.points import series_of
 from kvtailor.bench.report.rows import OWN, Row
 from kvtailor.bench.report.table import numbers_of
-from kvtailor.bench.report.tables.columns import (
-    BRIEF,
-    MAIN,
-    OF_TASKS,
-    Column,
-    TaskColumns,
-    columns_of_task,
-    declared_columns,
-)
+from kvtailor.bench.report.tables.columns import COSTS, MadeColumn, columns_of_task, first_columns, terminal_columns
 from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid, interval
 from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
 from kvtailor.bench.report.words import byte_text
@@ -27,17 +20,17 @@ __all__ = ["brief_grid", "main_grid", "quality_grid", "task_grids"]
 
 def main_grid(rows: Sequence[Row]) -> Grid:
     """Return one row for each plan, with what was measured."""
-    return _of_plans(rows, MAIN)
+    return _of_plans(rows, first_columns)
 
 
 def brief_grid(rows: Sequence[Row]) -> Grid:
     """Return the same for a terminal."""
-    return _of_plans(rows, BRIEF)
+    return _of_plans(rows, terminal_columns)
 
 
-def _of_plans(rows: Sequence[Row], columns: Sequence[Column]) -> Grid:
+def _of_plans(rows: Sequence[Row], columns_of: Callable[[Sequence[Row]], Sequence[MadeColumn]]) -> Grid:
     plans = [row for row in rows if row.plan_hash != OWN]
-    columns = [*columns, *declared_columns(plans)]
+    columns = columns_of(plans)
     return Grid(
         name="plans",
         title="Plans",
@@ -47,7 +40,7 @@ def _of_plans(rows: Sequence[Row], columns: Sequence[Column]) -> Grid:
     ).without_empty_columns()
 
 
-def _of_plan(column: Column, row: Row) -> Cell:
+def _of_plan(column: MadeColumn, row: Row) -> Cell:
     cell = column.cell(row.numbers)
     return replace(cell, text="0", value=0.0) if column.is_difference and row.is_full and cell.text else cell
 
@@ -113,14 +106,16 @@ def task_grids(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[Grid]
         rows: from `rows_of`, for the order of the plans.
     """
     order = [row.plan_hash for row in rows]
-    for task in dict.fromkeys([*OF_TASKS, *(record.task for record in records)]):
+    for task in dict.fromkeys([*COSTS, *KINDS, *(record.task for record in records)]):
         found = columns_of_task(task)
-        grid = None if found is None else _of_task(records, order, task, found)
+        grid = None if found is None else _of_task(records, order, task, *found)
         if grid is not None:
             yield grid
 
 
-def _of_task(records: Sequence[Record], order: Sequence[str], task: str, shown: TaskColumns) -> Grid | None:
+def _of_task(
+    records: Sequence[Record], order: Sequence[str], task: str, title: str, note: str, columns: Sequence[MadeColumn]
+) -> Grid | None:
     series = series_of(records, task)
     if not series:
         return None
@@ -135,14 +130,14 @@ def _of_task(records: Sequence[Record], order: Sequence[str], task: str, shown: 
         place = [_word(each.text) for _ in texts] + [_point(name, each.point.get(name)) for name in points]
         for plan in (plan for plan in order if plan in each.records):
             numbers = {number.name: number for number in numbers_of(each.records[plan])}
-            cells = (column.cell(numbers) for column in shown.columns)
+            cells = (column.cell(numbers) for column in columns)
             body.append((_word(each.records[plan].label), *place, *cells))
             plans.append(plan)
     return Grid(
         name=task,
-        title=shown.title,
-        note=f"{shown.note} All at {throughout}.".lstrip() if throughout else shown.note,
-        heads=("plan", *texts, *(name.replace("_", " ") for name in points), *(each.head for each in shown.columns)),
+        title=title,
+        note=f"{note} All at {throughout}.".lstrip() if throughout else note,
+        heads=("plan", *texts, *(name.replace("_", " ") for name in points), *(each.head for each in columns)),
         rows=tuple(body),
         plans=tuple(plans),
         same=same,
