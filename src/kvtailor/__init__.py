@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from kvtailor.hf.run.generate import Generated, generate
     from kvtailor.hf.run.prefill import prefill
     from kvtailor.hf.run.session import Session, session
-    from kvtailor.hf.sizes.of_model import cache_size
-    from kvtailor.hf.sizes.size import CacheSize
+    from kvtailor.hf.sizes.size import CacheSize, cache_size
     from kvtailor.ledger import Ledger
     from kvtailor.plan import Plan
 
@@ -92,7 +91,7 @@ _HOMES = {
     "evaluate": "bench.evaluation.evaluate",
     "fit": "fitting.run",
     "Fit": "fitting.result",
-    "cache_size": "hf.sizes.of_model",
+    "cache_size": "hf.sizes.size",
     "calibrate": "calibration.run",
     "generate": "hf.run.generate",
     "load_cache": "hf.load_saved",

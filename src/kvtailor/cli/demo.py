@@ -123,7 +123,7 @@ def _dtype(model: str) -> str | None:
 def _begin(subject: Subject, contestants: list[Contestant], begin: float, console: Console) -> str:
     """Say what a KV cache is, what is about to be shown, and how long that takes on this machine; return the time."""
     from kvtailor.bench.report.terminal import byte_text
-    from kvtailor.hf.sizes.of_model import cache_size
+    from kvtailor.hf.sizes.size import cache_size
 
     most = _longest(subject)
     each = cache_size(subject.model, FULL, context=most).total / most

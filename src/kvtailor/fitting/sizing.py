@@ -11,9 +11,8 @@ from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.cache_dtype import dtype_of_caches
 from kvtailor.hf.model.config import config_of
 from kvtailor.hf.model.geometry import Geometry
-from kvtailor.hf.sizes.of_model import known_size
 from kvtailor.hf.sizes.segments import SegmentBytes
-from kvtailor.hf.sizes.size import CacheSize
+from kvtailor.hf.sizes.size import CacheSize, known_size, largest_fitting
 from kvtailor.plan import Plan
 
 __all__ = ["Sizer"]
@@ -118,28 +117,8 @@ class Sizer:
         def at(tokens: int) -> Plan:
             return replace(plan, tokens=tokens, keep=None, bytes=None)
 
-        low, high = 1, self.context
-        below, above = self.most(at(low)), self.most(at(high))
-        if below is None or above is None or below > memory:
-            return None
-        if above <= memory:
-            return at(high)
-        # The bytes of a plan grow with its budget, and nearly in a line: the largest that fits lies where they cross
-        # the memory. `low` fits and `high` does not; every third guess halves what lies between, should it be no line.
-        guesses = 0
-        while high - low > 1:
-            guess = low + (memory - below) * (high - low) // max(1, above - below)
-            if guesses % 3 == 1:
-                guess += 1
-            elif guesses % 3 == 2:
-                guess = (low + high) // 2
-            guess, guesses = min(max(guess, low + 1), high - 1), guesses + 1
-            size = self.most(at(guess))
-            if size is not None and size <= memory:
-                low, below = guess, size
-            else:
-                high, above = guess, size or above
-        return at(low)
+        tokens = largest_fitting(lambda tokens: self.most(at(tokens)), memory, self.context)
+        return None if tokens is None else at(tokens)
 
     def measured(self, plan: Plan, held: int) -> int:
         """Return the bytes of all rows, from what one row was measured to have."""

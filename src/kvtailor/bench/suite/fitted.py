@@ -19,9 +19,8 @@ from kvtailor.bench.subject import Subject
 from kvtailor.bench.suite.suite import Suite, SuiteError
 from kvtailor.errors import ArgumentError, KvtailorError, PlanError
 from kvtailor.hf.model.geometry import Geometry
-from kvtailor.hf.sizes.largest import largest_tokens
 from kvtailor.hf.sizes.segments import SegmentBytes
-from kvtailor.hf.sizes.size import forecast_size
+from kvtailor.hf.sizes.size import forecast_size, largest_tokens
 from kvtailor.ops.files import read_toml
 from kvtailor.plan import Plan
 

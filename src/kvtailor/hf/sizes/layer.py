@@ -11,8 +11,7 @@ from typing import Literal
 
 from kvtailor.encode.by_age import ByAge
 from kvtailor.encode.contract import Codec
-from kvtailor.hf.sizes.bounds import NOTHING, Bounds, hull
-from kvtailor.hf.sizes.segments import SegmentBytes
+from kvtailor.hf.sizes.segments import NOTHING, Bounds, SegmentBytes, hull
 from kvtailor.ops.lanes.ragged import page_size
 from kvtailor.store.recent_window import capacity_for
 

@@ -7,7 +7,8 @@ found by encoding more of them; so a long segment costs no more to forecast than
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
 
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec
-from kvtailor.hf.sizes.bounds import Bounds, hull
+from kvtailor.errors import ArgumentError
 from kvtailor.ledger import storage_bytes
 from kvtailor.types import Layout, Segment
 
-__all__ = ["SegmentBytes"]
+__all__ = ["NOTHING", "Bounds", "SegmentBytes", "hull", "summed"]
 
 # Columns that no codec takes for a first token of a row, such as one that it keeps as it is.
 _FAR = 1 << 20
@@ -27,6 +28,60 @@ _FAR = 1 << 20
 _STEPS = (1, 2, 3, 5, 8, 13, 21, 34)
 _MOST_TOKENS = 4096
 _PERIODS = (1, 20, 100)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """A number that lies between `low` and `high`, both included.
+
+    Attributes:
+        low, high: whole numbers; equal where the number is known exactly.
+    """
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ArgumentError(f"bounds from {self.low} to {self.high} hold no number")
+
+    @classmethod
+    def exactly(cls, number: int) -> Bounds:
+        """Return the bounds of a number that is known."""
+        return cls(number, number)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the number is known exactly."""
+        return self.low == self.high
+
+    @property
+    def middle(self) -> int:
+        """The number itself where it is known; else the middle of the bounds."""
+        return (self.low + self.high) // 2
+
+    def __add__(self, other: Bounds) -> Bounds:
+        return Bounds(self.low + other.low, self.high + other.high)
+
+    def __mul__(self, times: int) -> Bounds:
+        return Bounds(self.low * times, self.high * times)
+
+    def __contains__(self, number: float) -> bool:
+        return self.low <= number <= self.high
+
+
+NOTHING = Bounds(0, 0)
+
+
+def summed(each: Iterable[Bounds]) -> Bounds:
+    """Return the bounds of a sum."""
+    return sum(each, NOTHING)
+
+
+def hull(first: Bounds, *others: Bounds) -> Bounds:
+    """Return bounds that hold for each of several cases."""
+    every = (first, *others)
+    return Bounds(min(b.low for b in every), max(b.high for b in every))
 
 
 class SegmentBytes:

@@ -20,8 +20,8 @@ from torch import Tensor
 from kvtailor.allocate.contract import BudgetRequest
 from kvtailor.engine.apply import count_first_tokens
 from kvtailor.engine.budget import Budget, CacheShape, make_budget, recent_tokens
-from kvtailor.hf.sizes.bounds import NOTHING, Bounds, hull, summed
 from kvtailor.hf.sizes.layer import KeptCount, LayerForecast, Whole
+from kvtailor.hf.sizes.segments import NOTHING, Bounds, hull, summed
 from kvtailor.ops.lanes.apportion import layer_shares
 from kvtailor.store.recent_window import capacity_for
 from kvtailor.types import Needs

@@ -7,9 +7,10 @@ it holds, that is less than nothing at the least). Where the bytes are not known
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,24 +22,41 @@ from kvtailor.encode.by_age import ByAge
 from kvtailor.encode.contract import Codec, CodecContext
 from kvtailor.engine.budget import waiting_tokens
 from kvtailor.errors import ArgumentError, PlanError
+from kvtailor.hf.attention import NAME
 from kvtailor.hf.layers.of_cache import plan_misfits
-from kvtailor.hf.sizes.bounds import NOTHING, Bounds, summed
+from kvtailor.hf.make_cache import check_fit
+from kvtailor.hf.model.cache_dtype import dtype_of_caches
+from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
+from kvtailor.hf.model.config import config_of
+from kvtailor.hf.model.geometry import Geometry, check
 from kvtailor.hf.sizes.layer import BytesByAge, LayerForecast, Whole
-from kvtailor.hf.sizes.segments import SegmentBytes
+from kvtailor.hf.sizes.segments import NOTHING, Bounds, SegmentBytes, summed
 from kvtailor.hf.sizes.simulate import Evictions, Holding, Unit, simulate
 from kvtailor.ops.notebook_html import Share, Shown, html_block, html_table
 from kvtailor.ops.sizes import binary
+from kvtailor.plan import Plan
 from kvtailor.plan.arguments import with_nested
+from kvtailor.plan.calls import check_call
 from kvtailor.plan.registry import name_of
 from kvtailor.store.tiered import Tiered
 from kvtailor.types import Needs, Rotation
 
 if TYPE_CHECKING:
-    from kvtailor.hf.model.geometry import Geometry
     from kvtailor.hf.model.layer_shapes import LayerShape
-    from kvtailor.plan import Plan
 
-__all__ = ["CacheSize", "carried_bytes", "evidence_bytes", "forecast_size", "keeps_queries", "reasons_of", "tier_bytes"]
+__all__ = [
+    "CacheSize",
+    "cache_size",
+    "carried_bytes",
+    "evidence_bytes",
+    "forecast_size",
+    "keeps_queries",
+    "known_size",
+    "largest_fitting",
+    "largest_tokens",
+    "reasons_of",
+    "tier_bytes",
+]
 
 # Tokens and rows whose bytes no number here outgrows.
 _MOST = 10**9
@@ -262,6 +280,171 @@ def forecast_size(
         else max(waiting, default=0),
         reasons=() if total.exact else reasons_of(plan, evictions, whole, stages),
     )
+
+
+@check_call
+def cache_size(
+    model: str | Path | Any,
+    plan: str | Plan,
+    *,
+    context: int,
+    batch: int = 1,
+    new_tokens: int = 0,
+    dtype: str | torch.dtype | None = None,
+) -> CacheSize:
+    """Return how many bytes a cache will hold, before any run.
+
+    ```python
+    size = kvtailor.cache_size("demo", "snapkv + kivi4 @ keep=0.25", context=4096, batch=8)
+    print(size, size.total)
+    ```
+
+    Args:
+        model: a transformers model, or the name or folder of one, of which the configuration alone is read.
+        plan: one line or a `Plan`.
+        context: tokens of the prompt, in each row, read at once.
+        batch: rows, equally long.
+        new_tokens: decoded one by one after the prompt.
+        dtype: of the cache, such as "bfloat16"; None: what `kvtailor.cache_for` takes by itself, else float32. Windows
+            and states of a model in float32 stay float32, see there.
+
+    Raises:
+        PlanError: with all faults of the plan, or where the model refuses it.
+        UnsupportedModel: for a model that cannot be compressed.
+        CalibrationError: a model was given, and a method needs a calibration that is not there for it.
+        ArgumentError: a number that no cache can have, or a model of whose states the size is not known.
+    """
+    return known_size(model, plan, context=context, batch=batch, new_tokens=new_tokens, dtype=dtype, known={})
+
+
+def known_size(
+    model: Any,
+    plan: str | Plan,
+    *,
+    context: int,
+    batch: int,
+    new_tokens: int = 0,
+    dtype: str | torch.dtype | None = None,
+    known: dict[Any, SegmentBytes],
+) -> CacheSize:
+    """Return what `cache_size` does, faster for many plans of one model: what codecs store is kept in `known`."""
+    parsed = Plan.parse(plan) if isinstance(plan, str) else plan
+    named = isinstance(model, str | Path)
+    config = config_of(str(model)) if named else model.config
+    if not named:
+        check(model, NAME)
+    geometry = Geometry.of(config)
+    if not named:
+        check_fit(model, parsed, geometry)
+    misfits = plan_misfits(parsed, geometry)
+    if misfits:
+        raise PlanError(str(parsed), misfits)
+    # A cache of a model in float32 may hold less; of any other it holds what the model does.
+    own = torch.float32.itemsize if not named and model.dtype is torch.float32 else None
+    return forecast_size(
+        parsed,
+        geometry,
+        context=context,
+        batch=batch,
+        element_size=_element_size(config, None if named else model, dtype),
+        own_size=own,
+        new_tokens=new_tokens,
+        calibration=None if named or not geometry.compressed else _tensors(parsed, model),
+        known=known,
+    )
+
+
+def _element_size(config: Any, model: Any, dtype: str | torch.dtype | None) -> int:
+    """Bytes of an element of the cache."""
+    own = config.get_text_config(decoder=True).dtype if model is None else dtype_of_caches(model)
+    asked = own if dtype is None else dtype
+    found = getattr(torch, asked.removeprefix("torch."), None) if isinstance(asked, str) else asked
+    if found is None and asked is None:
+        found = torch.float32
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ArgumentError(f"asked for a cache in {dtype!r}: give float32, bfloat16 or float16")
+    return found.itemsize
+
+
+def _tensors(plan: Plan, model: Any) -> Mapping[str, Mapping[str, Tensor]]:
+    """The tensors of the plan's calibration files by stage, as `cache_for` reads them."""
+    if not any(calibrated(with_nested(part)) for part in plan.parts.values()):
+        return {}
+    cpu = torch.device("cpu")
+    return {stage: tensors_of(found, plan, cpu) for stage, found in calibrations_of(plan, model).items()}
+
+
+def largest_tokens(
+    plan: Plan,
+    geometry: Geometry,
+    *,
+    memory: int,
+    context: int,
+    batch: int = 1,
+    element_size: int,
+    known: dict[Any, SegmentBytes] | None = None,
+) -> int | None:
+    """Return the largest budget `tokens=` for which the whole cache surely fits, at most `context`.
+
+    It is sought over the upper bound of `forecast_size`. Where heads are stored in pages that bound has small steps
+    down, and a budget a few tokens above the result may fit as well.
+
+    Args:
+        plan: that evicts; its own budget is replaced.
+        geometry: of the model.
+        memory: bytes for the whole cache.
+        context, batch, element_size, known: see `forecast_size`.
+
+    Returns:
+        None where not even `tokens=1` fits.
+
+    Raises:
+        PlanError: the plan evicts nothing, or the model refuses it.
+        ArgumentError: see `forecast_size`; or fewer than 0 bytes.
+    """
+    if memory < 0:
+        raise ArgumentError(f"asked for the largest budget in {memory} bytes: give 0 or more")
+    if not plan.evicts:
+        raise PlanError(str(plan), [f"it evicts nothing, so it has no budget to choose: {name_of(plan.encode)} alone"])
+    stored: dict[Any, SegmentBytes] = {} if known is None else known
+
+    def bytes_of(tokens: int) -> int:
+        budgeted = replace(plan, tokens=tokens, keep=None, bytes=None)
+        return forecast_size(
+            budgeted, geometry, context=context, batch=batch, element_size=element_size, known=stored
+        ).high
+
+    return largest_fitting(bytes_of, memory, context)
+
+
+def largest_fitting(bytes_of: Callable[[int], int | None], memory: int, most: int) -> int | None:
+    """Return the largest number of tokens, at most `most`, whose bytes fit; None where not even one token's do.
+
+    Args:
+        bytes_of: grows with the tokens, nearly in a line; None: there is no such cache.
+        memory: bytes.
+        most: tokens.
+    """
+    low, high = 1, most
+    below, above = bytes_of(low), bytes_of(high)
+    # All tokens may take less than one fewer, whose columns are stored; one token never takes more than that.
+    if below is None or above is None or below > memory:
+        return None
+    if above <= memory:
+        return high
+    guesses = 0
+    while high - low > 1:
+        # Of three guesses two lie where the line meets the memory, just below and just above, since whole pages are
+        # stored, and where nothing is dropped there is another line; one halves what is between.
+        guess = low + (memory - below) * (high - low) // max(1, above - below)
+        guess = (guess, guess + 1, (low + high) // 2)[guesses % 3]
+        guess, guesses = min(max(guess, low + 1), high - 1), guesses + 1
+        size = bytes_of(guess)
+        if size is not None and size <= memory:
+            low, below = guess, size
+        else:
+            high, above = guess, above if size is None else size
+    return low
 
 
 def _compressed_full(geometry: Geometry, rows: int, seen: int, element_size: int) -> int:
