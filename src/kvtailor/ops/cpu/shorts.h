@@ -37,8 +37,9 @@ inline Scaled scaled_by(I bits, int64_t most) {
 #if defined(__AVX512F__)
   const int32_t most_bits = _mm512_reduce_max_epi32((__m512i)bits);
 #else
-  int32_t most_bits = 0;
-  UNROLLED for (int i = 0; i < W; i++) most_bits = bits[i] > most_bits ? bits[i] : most_bits;
+  __m128i top = _mm_max_epi32(_mm256_castsi256_si128((__m256i)bits), _mm256_extracti128_si256((__m256i)bits, 1));
+  top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0x4e));
+  const int32_t most_bits = _mm_cvtsi128_si32(_mm_max_epi32(top, _mm_shuffle_epi32(top, 0xb1)));
 #endif
   const float high = float_of_bits(most_bits);
   // Less itself it is 0, or no number.
@@ -82,8 +83,20 @@ inline void store_shorts(int16_t* to, I numbers) {
 #endif
 }
 
-// A query times what makes its numbers fit, as 16 bits.
+#if !defined(__AVX512F__)
+// 2 W of them, in half the operations.
+inline void store_shorts(int16_t* to, I first, I last) {
+  store(to, _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)first, (__m256i)last), 0xd8));
+}
+#endif
+
+// A query times what makes its numbers fit, as 16 bits; whole vectors of these.
 inline void shorten_to(const float* query, int64_t size, float up, int16_t* to) {
+#if !defined(__AVX512F__)
+  for (int64_t c = 0; c < size; c += 2 * W)
+    store_shorts(to + c, rounded(load<F>(query + c) * up), rounded(load<F>(query + c + W) * up));
+  return;
+#endif
   for (int64_t c = 0; c < size; c += W) store_shorts(to + c, rounded(load<F>(query + c) * up));
 }
 
@@ -132,11 +145,20 @@ struct Weights {
     const float high = highest(top), whole = sum(total), least = whole / room * (float)MOST_CUT;
     const float most = high > least ? high : least, up = high > 0 ? (float)MOST_CUT / most : 0.f;
     U numbers{};
+#if defined(__AVX512F__)
     for (int64_t t = 0; t < count; t += W) {
       const I mine = rounded(load<F>(stepped + t) * up);
       store_shorts(of_tokens + t, mine);
       numbers += (U)mine;
     }
+#else
+    if ((count - 1) / W % 2 == 0) store(stepped + (count + W - 1) / W * W, F{});
+    for (int64_t t = 0; t < count; t += 2 * W) {
+      const I mine = rounded(load<F>(stepped + t) * up), other = rounded(load<F>(stepped + t + W) * up);
+      store_shorts(of_tokens + t, mine, other);
+      numbers += (U)mine + (U)other;
+    }
+#endif
     scale = most / (float)MOST_CUT + (whole - whole);
     base = sum(lows) - zero * scale * sum(__builtin_convertvector((I)numbers, F));
   }
@@ -167,6 +189,16 @@ APART void of_group(const float* from, int64_t groups, int64_t group, int64_t co
     const I every = numbered() * (int32_t)groups + (int32_t)group;
     for (int64_t t = 0; t < count; t += groups == 2 ? W : W / 2, from += 2 * W)
       store(to + t, (F)_mm512_permutex2var_ps((__m512)load<F>(from), (__m512i)every, (__m512)load<F>(from + W)));
+    return;
+  }
+#endif
+#if !defined(__AVX512F__)
+  if (groups == 2) {
+    for (int64_t t = 0; t < count; t += W, from += 2 * W) {
+      const __m256 a = (__m256)load<F>(from), b = (__m256)load<F>(from + W);
+      const __m256 mine = group ? _mm256_shuffle_ps(a, b, 0xdd) : _mm256_shuffle_ps(a, b, 0x88);
+      store(to + t, _mm256_permute4x64_pd((__m256d)mine, 0xd8));
+    }
     return;
   }
 #endif
