@@ -153,6 +153,7 @@ class LayerForecast:
         whole: what is assumed where only the text tells whether all heads happen to keep the same number: they do
             not, or they do and that is the least or the most of what may stay.
         tail, capacity: tokens of the tail, and slots of its buffer, of each row and kv head.
+        gone: slots in front of the tail that have held tokens, until its buffer grows.
         listed: the tail stores the column of each slot.
         encoded: bytes of the segments.
         slots: of the segments, over all rows and kv heads, of one layer.
@@ -177,6 +178,7 @@ class LayerForecast:
     whole: Whole = "no"
     tail: int = 0
     capacity: int = 0
+    gone: int = 0
     listed: bool = False
     encoded: Bounds = NOTHING
     slots: Bounds = NOTHING
@@ -231,8 +233,8 @@ class LayerForecast:
         self.seen += tokens
         if self.each is not None:
             self.each = tuple(count + tokens for count in self.each or [0] * self.owners)
-        if self.capacity < self.tail:
-            self.capacity = self.tail if exactly else capacity_for(self.tail)
+        if self.capacity - self.gone < self.tail:
+            self.capacity, self.gone = self.tail if exactly else capacity_for(self.tail), 0
 
     def keep_all(self) -> None:
         """Let an eviction pass by which all tokens stay (`Eviction._apply` without a kept set)."""
@@ -260,8 +262,9 @@ class LayerForecast:
             # Every row and kv head keeps the same number, which a tail can hold.
             self.tail = (kept.low if self.whole == "least" else kept.high) // self.owners
             in_place = decoded and first is not None and self.anchored and self.tail > first
+            self.gone += before - self.tail
             if not in_place:
-                self.capacity = self.tail
+                self.capacity, self.gone = self.tail, 0
             self.listed = self.listed or not in_place or first != 0
             self.anchored = self.anchored and first is not None and self.tail > first
             self._hold(NOTHING, NOTHING, NOTHING)
