@@ -129,6 +129,18 @@ def test_what_a_user_sets_goes_before_all_and_stands_beside_the_records(small, t
         settings_of_lines(["contexts"])
 
 
+def test_names_in_a_list_need_no_quotes():
+    """The sentence that asks for a list shows one without: kinds=[needle, passkey]."""
+    assert settings_of_lines(
+        ["kinds=[needle,passkey]", 'sets=[ "2wikimqa", qasper ]', "sizes=[4, 1024]", "none=[]"]
+    ) == {
+        "kinds": ["needle", "passkey"],
+        "sets": ["2wikimqa", "qasper"],
+        "sizes": [4, 1024],
+        "none": [],
+    }
+
+
 def test_rules_that_name_nothing_are_faults(tmp_path):
     path = tmp_path / "small.toml"
     rules = '[shapes]\nkeep = { of = "head_sise", from = 4 }\nkeeps = { most = "layers" }\nrank = { off = "x" }\n'

@@ -25,7 +25,9 @@ __all__ = ["fit_settings", "settings_of_lines"]
 
 
 def settings_of_lines(lines: Sequence[str]) -> dict[str, Any]:
-    """The settings of lines such as "contexts=[512, 1024]"; a value that is not TOML's is text.
+    """The settings of lines such as "contexts=[512, 1024]" or "kinds=[needle, passkey]".
+
+    A value, or one of a list, that is not TOML's is text.
 
     Raises:
         KvtailorError: a line is none.
@@ -35,11 +37,17 @@ def settings_of_lines(lines: Sequence[str]) -> dict[str, Any]:
         name, equals, value = (part.strip() for part in line.partition("="))
         if not equals or not name or not value:
             raise KvtailorError(f"asked to set {line!r}: write NAME=VALUE, such as contexts=[512,1024] or keep=0.5")
-        try:
-            found[name] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            found[name] = value
+        found[name] = _value_of(value)
     return found
+
+
+def _value_of(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        if text.startswith("[") and text.endswith("]"):
+            return [_value_of(each.strip()) for each in text[1:-1].split(",") if each.strip()]
+        return text
 
 
 def fit_settings(suite: Suite, subject: Subject, asked: Mapping[str, Any] | None = None) -> tuple[Suite, list[str]]:
