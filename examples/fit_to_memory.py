@@ -57,8 +57,9 @@ def main() -> None:
 
     model, tokenizer = kvtailor.load_model("demo")
     inputs = tokenizer("The quick brown fox", return_tensors="pt")
-    cache = kvtailor.cache_for(model, found.plan)
-    output = model.generate(**inputs, cache=cache, max_new_tokens=8, do_sample=False)
+    # A session takes every plan: some read a prompt twice, which generate() on a bare cache refuses.
+    with kvtailor.session(model, found.plan, tokenizer) as session:
+        output = session.generate(**inputs, max_new_tokens=8, do_sample=False)
     print(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
