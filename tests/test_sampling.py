@@ -7,6 +7,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+from tests.support import sampling
 from tests.support.sampling import SHARE, choose, few, sample
 
 
@@ -78,9 +79,21 @@ def test_every_value_occurs_before_any_pair_and_pairs_before_anything_twice() ->
 
 
 def test_a_loop_inside_a_test_is_whole_without_a_sample(monkeypatch) -> None:
-    from tests.support import sampling
-
     monkeypatch.setattr(sampling, "_ACTIVE", {})
     assert few(range(10), 3) == list(range(10))
     monkeypatch.setattr(sampling, "_ACTIVE", {"seed": 5})
     assert len(few(range(10), 3)) == 3 and few(range(10), 3) == sorted(few(range(10), 3)) and few("ab", 3) == ["a", "b"]
+
+
+def test_a_samples_report_adds_what_the_table_lacks(tmp_path, monkeypatch):
+    monkeypatch.setattr(sampling, "SECONDS", tmp_path / "seconds.json")
+    sampling.SECONDS.write_text('{"tests/a/test_b.py": {"test_old": 90.0}}')
+    cases = ["test_old", "test_new[1]", "test_new[2]", "test_quick"]
+    times = [1.0, 2.0, 3.0, 0.1]
+    lines = (f'<testcase classname="tests.a.test_b" name="{n}" time="{t}"/>' for n, t in zip(cases, times, strict=True))
+    report = tmp_path / "tests.xml"
+    report.write_text(f"<testsuites>{''.join(lines)}</testsuites>")
+    sampling.write_seconds(report, add=True)
+    assert sampling.read_seconds() == {"tests/a/test_b.py::test_old": 90.0, "tests/a/test_b.py::test_new": 5.0}
+    sampling.write_seconds(report)
+    assert sampling.read_seconds() == {"tests/a/test_b.py::test_old": 1.0, "tests/a/test_b.py::test_new": 5.0}

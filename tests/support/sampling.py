@@ -1,9 +1,9 @@
 """The sample of `make test`: what takes long runs in part, another part each day.
 
-Every test function gets about 0.4 seconds. A function that takes less runs whole, and so does one that nobody has
+Every test function gets about 0.2 seconds. A function that takes less runs whole, and so does one that nobody has
 timed. One that takes more runs as many of its cases as fit, at least one. They are chosen so that every value of every
 parameter occurs, then every pair of values, as far as the number allows; ties fall by the seed and the function's name.
-A test without cases runs on as many days as its seconds allow: one of 4 seconds about every tenth.
+A test without cases runs on as many days as its seconds allow: one of 4 seconds about every twentieth.
 Tests marked `together` share a costly fixture: all of a file run, or none. What is marked `long` is left out,
 and what is marked `always` is in every sample.
 
@@ -15,6 +15,8 @@ matter, since only the share of a function counts:
 
     OMP_NUM_THREADS=1 .venv/bin/pytest -q -n 2 -m "not long" --junit-xml=build/tests.xml
     .venv/bin/python -m tests.support.sampling build/tests.xml
+
+A sample's report has all cases of the functions that the table lacks: `--add` adds these and leaves the others.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from typing import TypeVar
 import pytest
 
 SECONDS = Path(__file__).with_name("seconds.json")
-SHARE = 0.4  # seconds of one function, on the machine of the table
+SHARE = 0.2  # seconds of one function, on the machine of the table
 T = TypeVar("T")
 _ACTIVE: dict[str, int] = {}  # the seed, while a sample runs
 
@@ -131,8 +133,13 @@ def few(values: Iterable[T], count: int) -> list[T]:
     return [every[place] for place in sorted(places)]
 
 
-def write_seconds(report: Path) -> None:
-    """Write the table from pytest's `--junit-xml`; functions within their share are left out, and so run whole."""
+def write_seconds(report: Path, *, add: bool = False) -> None:
+    """Write the table from pytest's `--junit-xml`; functions within their share are left out, and so run whole.
+
+    Args:
+        report: of a run of everything, or of a sample.
+        add: functions that the table has keep their seconds, as a sample ran few of their cases.
+    """
     totals: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         # A class is the last part, and has a capital: tests.seam.model.test_long_rope.TestLongRope.
@@ -141,6 +148,8 @@ def write_seconds(report: Path) -> None:
         module = "/".join(parts[: len(parts) - len(inside)]) + ".py"
         name = "::".join([*inside, case.get("name", "").partition("[")[0]])
         totals[module][name] += float(case.get("time", 0))
+    for module, names in (json.loads(SECONDS.read_text(encoding="utf-8")) if add else {}).items():
+        totals[module] |= names
     table = {
         module: {name: round(seconds, 1) for name, seconds in sorted(names.items()) if seconds > SHARE}
         for module, names in sorted(totals.items())
@@ -150,4 +159,4 @@ def write_seconds(report: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_seconds(Path(sys.argv[1]))
+    write_seconds(Path(sys.argv[1]), add="--add" in sys.argv[2:])
