@@ -88,3 +88,17 @@ def test_what_is_given_up_early_takes_no_time_and_is_expected_again():
         left.skip(8)
     # 240 steps are left, of which a third is measured: 0.5 units each, 2/3 of a second a unit.
     assert abs(left.left - 120 * 2 / 3) <= 10 and left.stages["search"] == 120
+
+
+def test_a_few_plans_of_another_kind_are_no_pace_of_what_follows():
+    """Seen on SmolLM2: presets that take gradients, at 25 s a step, made 12 minutes into two hours."""
+    left = TimeLeft({"layers": 800.0, "search": 300.0, "proof": 200.0}, 1.0)
+    left.begin("layers", 1000)
+    for _ in range(1000):
+        left.step(0.8)
+    left.end()
+    left.begin("search", 300)
+    for place in range(80):
+        left.step(25.0 if place % 10 == 9 else 1.0)
+    # 220 steps, each tenth at five times the others, and the proof at the pace of both long stages: 1,072 s of 880.
+    assert abs(left.left - (220 * 1.4 + 200 * 1072 / 880)) < 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 __all__ = ["TimeLeft"]
 
@@ -14,8 +15,11 @@ _NEWEST = 40
 _ENOUGH = 10.0
 """Units of a stage after which its own pace is known."""
 _MANY = 60.0
-"""Units of a stage after which its pace is also that of the stages to come. The first stages of a fit are a few plans
-of all kinds that prefill each piece, at several times the pace of what follows."""
+"""Units of a stage after which it counts in the pace of the stages to come, as every long stage before it does.
+The first stages of a fit are a few plans of all kinds that prefill each piece, at several times the pace of others."""
+_DEAR = 5.0
+"""Times the middle one of the newest steps that a step counts for at most: a few plans take twenty times what others
+do."""
 
 
 @dataclass
@@ -34,7 +38,9 @@ class TimeLeft:
     _expected: bool = True  # the open stage was among `stages`; else a step of it is of no known length
     # Of the newest steps of the open stage, seconds and units: the first ones prefill the pieces that later ones find.
     _paces: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_NEWEST))
-    _measured: float = 0.0  # units of the open stage that were not known before
+    _measured: float = 0.0  # units of the open stage that were not known before, and their seconds
+    _spent: float = 0.0
+    _long: tuple[float, float] = (0.0, 0.0)  # seconds and units of the long stages that are over
 
     def begin(self, name: str, steps: int) -> None:
         """Take that a stage begins: stages that stand before it are over, or were left out.
@@ -49,7 +55,7 @@ class TimeLeft:
             self.stages = {name: float(steps), **self.stages}
         self._open, self._unit = name, self.stages[name] / max(1, steps)
         self._paces.clear()
-        self._measured = 0.0
+        self._measured = self._spent = 0.0
 
     def step(self, seconds: float) -> None:
         """Take that a step of the open stage is done."""
@@ -59,8 +65,10 @@ class TimeLeft:
         pace = self.pace
         if pace is None or seconds > _KNOWN * pace * self._unit:
             self._paces.append((seconds, self._unit))
-            self._measured += self._unit
-        if self._expected and (self._measured >= _MANY or self.seconds is None):
+            self._measured, self._spent = self._measured + self._unit, self._spent + seconds
+        if self._expected and self._measured >= _MANY:
+            self.seconds = (self._long[0] + self._spent) / (self._long[1] + self._measured)
+        elif self._expected and self.seconds is None:
             self.seconds = self.pace
 
     def skip(self, steps: int) -> None:
@@ -76,6 +84,8 @@ class TimeLeft:
         """Take that the open stage is over."""
         if self._open is not None:
             del self.stages[self._open]
+        if self._expected and self._measured >= _MANY:
+            self._long = self._long[0] + self._spent, self._long[1] + self._measured
         self._open = None
 
     @property
@@ -84,7 +94,8 @@ class TimeLeft:
         units = sum(unit for _, unit in self._paces)
         known = self.seconds if self._expected else None
         if self._open is not None and (units >= _ENOUGH or (known is None and units)):
-            return sum(seconds for seconds, _ in self._paces) / units
+            most = _DEAR * median([seconds for seconds, _ in self._paces if seconds] or [0.0])
+            return sum(min(seconds, most) for seconds, _ in self._paces) / units
         return known
 
     @property
