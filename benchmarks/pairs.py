@@ -166,6 +166,31 @@ def setting(asked: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def rows_there(parser: argparse.ArgumentParser, out: Path | None, how: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows that a file has from an earlier run that measured so; a file that is not there is begun.
+
+    Args:
+        parser: ends the run where the file was measured otherwise.
+        out: the file; None: there is none.
+        how: how rows are measured, and on what.
+    """
+    if out is None:
+        return []
+    if not out.exists():
+        out.write_text(json.dumps(how) + "\n", encoding="utf-8")
+    before, *rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    if before != how:
+        parser.error(f"{out} was measured with {before}, and this is {how}; name another file")
+    return rows
+
+
+def add_row(out: Path | None, row: dict[str, Any]) -> None:
+    """Write a row behind the others of a file; None: there is none."""
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
 def main() -> int:
     """Time all pairs and print the table; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
@@ -187,13 +212,8 @@ def main() -> int:
     if asked.layers is not None:
         model.model.layers = model.model.layers[: asked.layers]
         model.config.num_hidden_layers = asked.layers
-    rows, how = [], setting(asked)
-    if asked.out is not None and asked.out.exists():
-        before, *rows = [json.loads(line) for line in asked.out.read_text(encoding="utf-8").splitlines()]
-        if before != how:
-            parser.error(f"{asked.out} was measured with {before}, and this is {how}; name another file")
-    elif asked.out is not None:
-        asked.out.write_text(json.dumps(how) + "\n", encoding="utf-8")
+    how = setting(asked)
+    rows = rows_there(parser, asked.out, how)
     done = {(row["method"], row["codec"]) for row in rows}
     for row in pairs(model, asked, done):
         rows.append(row)
@@ -206,9 +226,7 @@ def main() -> int:
                 f"({low:.1f} to {high:.1f})  {row['ratio']:5.2f}{'  !' if row['ratio'] > WIDEST else ''}",
                 flush=True,
             )
-        if asked.out is not None:
-            with asked.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        add_row(asked.out, row)
     timed = [row for row in rows if "ratio" in row]
     above = [row for row in timed if row["ratio"] > WIDEST]
     print(f"{len(timed)} pairs timed, {len(rows) - len(timed)} left out, {len(above)} above {WIDEST:g}")

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from benchmarks.micro.cases import model_states
-from benchmarks.pairs import choosers, codecs, plan_of
+from benchmarks.pairs import add_row, choosers, codecs, plan_of, rows_there
 from kvtailor.bench.measure.cache_fields import bytes_of
 from kvtailor.bench.measure.machine import describe
 from kvtailor.bench.measure.turns import rounds_in_turns
@@ -235,13 +235,8 @@ def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(asked.threads)
     torch.set_grad_enabled(False)
-    found, how = [], setting(asked)
-    if asked.out is not None and asked.out.exists():
-        before, *found = [json.loads(line) for line in asked.out.read_text(encoding="utf-8").splitlines()]
-        if before != how:
-            parser.error(f"{asked.out} was measured with {before}, and this is {how}; name another file")
-    elif asked.out is not None:
-        asked.out.write_text(json.dumps(how) + "\n", encoding="utf-8")
+    how = setting(asked)
+    found = rows_there(parser, asked.out, how)
     bandwidth = read_bandwidth(CLOCKS[asked.clock])
     print(f"{how['cpu']}; a plain read gives {bandwidth / 1e9:.1f} GB/s", flush=True)
     rest = {row["context"]: row["ms"] for row in found if row["plan"] == REST}
@@ -250,9 +245,7 @@ def main() -> int:
         if row["plan"] == REST:
             rest[row["context"]] = row["ms"]
         print(told(row, bandwidth, rest.get(row["context"])), flush=True)
-        if asked.out is not None:
-            with asked.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        add_row(asked.out, row)
     timed = [row for row in found if "ratio" in row]
     above = [row for row in timed if row["ratio"] > WIDEST and row["plan"] != DYNAMIC]
     print(f"{len(timed)} timed, {len(found) - len(timed)} left out, {len(above)} above {WIDEST:g}")
