@@ -30,8 +30,7 @@ from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
 from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tasks.settings import Metric
-from kvtailor.cluster.connect import connect
-from kvtailor.cluster.contract import Call, CallOutcome, Executor
+from kvtailor.cluster import CallOutcome, Executor, connect
 
 __all__: list[str] = []
 
@@ -138,7 +137,7 @@ def waiting() -> None:
     import ray
 
     with connect("local") as executor:
-        executor.submit(Call(function=_none))
+        executor.submit(_none)
         executor.take()
         nothing = ray.remote(_none)
         never = ray.remote(num_cpus=1000)(_none)
@@ -151,7 +150,7 @@ def waiting() -> None:
             waited = (time.perf_counter() - begin) / 50
             begin = time.perf_counter()
             for _ in range(50):
-                executor.submit(Call(function=_none))
+                executor.submit(_none)
                 executor.take()
             print(
                 f"{out} calls out: {1e3 * waited:.2f} ms by ray.wait, "
@@ -176,7 +175,7 @@ def simulate(cost: float) -> None:
 
 
 def _busy(workers: int, length: float, cost: float, ahead: int = 2) -> float:
-    """Share of their time that workers compute; each has one more cell waiting, as `OnRay` gives it."""
+    """Share of their time that workers compute; each has one more cell waiting, as `Executor` gives it."""
     cells = 40 * workers
     queued, given, now = 0, 0, 0.0
     idle, ends = workers, list[float]()

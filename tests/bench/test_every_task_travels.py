@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import pickle
 import random
@@ -33,7 +32,6 @@ from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tasks.reasoning import Reasoning
 from kvtailor.bench.tasks.speculation import Speculation
 from kvtailor.bench.tasks.speed import Speed
-from kvtailor.cluster.contract import Call, Shared
 from kvtailor.errors import PlanError
 from kvtailor.plan import registry
 
@@ -52,36 +50,19 @@ MAY_DIFFER = (
     "bytes_peak_decode",
     "prefill_compared",
 )
-_NUMBERS = itertools.count()
-
-
-class _Bytes(Shared):
-    def __init__(self, value: Any):
-        self._bytes, self._name = pickle.dumps(value), f"bytes-{next(_NUMBERS)}"
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def get(self) -> Any:
-        return pickle.loads(self._bytes)
 
 
 class Pickled(InProcess):
     """Everything goes through bytes, as to another process and back; and each cell finds a fresh one."""
 
-    def share(self, value: Any) -> Shared:
-        return _Bytes(value)
-
-    def submit(self, call: Call) -> None:
-        function, arguments = pickle.loads(pickle.dumps((call.function, call.arguments)))
+    def submit(self, *call: Any, **more: Any) -> None:
+        function, *arguments = pickle.loads(pickle.dumps(call))
 
         def answered(*given: Any) -> Any:
-            for name in list(remote_cell._JOBS):
-                remote_cell._forget(name)
+            remote_cell._JOBS.clear()
             return pickle.loads(pickle.dumps(function(*given)))
 
-        super().submit(Call(function=answered, arguments=arguments, resources=call.resources, tag=call.tag))
+        super().submit(answered, *arguments, **more)
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvtailor.bench.kinds import KINDS
-from kvtailor.bench.resources import CellResources, ResourcesError, read_resources, resources_of_line
-from kvtailor.cluster.contract import Resources
+from kvtailor.bench.resources import CellResources, read_resources, resources_of_line
+from kvtailor.cluster import Resources
+from kvtailor.errors import ArgumentError
 
 
 def test_a_tasks_own_go_before_those_of_every_cell() -> None:
@@ -25,7 +26,7 @@ def test_memory_is_a_task_and_a_resource() -> None:
     found = read_resources({"default": {"memory": 10}, "memory": {"cpus": 2}}, faults)
     assert not faults and found == resources_of_line("default.memory=10, memory.cpus=2")
     assert found.of("memory", exclusive=True) == Resources(cpus=2.0, memory=10, exclusive=True)
-    with pytest.raises(ResourcesError, match=r"or write default\.NAME"):
+    with pytest.raises(ArgumentError, match=r"or write default\.NAME"):
         resources_of_line("memory.cpus=2, memory=10")
 
 
@@ -71,7 +72,7 @@ def test_all_faults_at_once_with_the_nearest_names() -> None:
     ],
 )
 def test_a_line_with_faults(line: str, fault: str) -> None:
-    with pytest.raises(ResourcesError) as error:
+    with pytest.raises(ArgumentError) as error:
         resources_of_line(line)
     assert fault in str(error.value) and str(error.value).startswith("--resources ")
 

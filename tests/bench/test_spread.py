@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -28,7 +27,7 @@ from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tasks.settings import Metric
 from kvtailor.bench.tasks.speed import Speed
-from kvtailor.cluster.contract import ATTEMPTS, Call, CallOutcome, Resources, failed_often
+from kvtailor.cluster import CallOutcome, Resources
 from kvtailor.errors import KvtailorError
 
 PLANS = [FULL, contestant("one"), contestant("other")]
@@ -39,11 +38,11 @@ VERSIONS = {"python": "3", "torch": "2", "transformers": "5", "kvtailor": "0", "
 def same_versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A checkout with changed files is dirty, and then nothing is reused."""
     monkeypatch.setattr(machine, "versions", lambda: dict(VERSIONS))
-    remote_cell._machine.cache_clear()
+    remote_cell.machine_here.cache_clear()
     remote_cell._MODELS.clear()
     remote_cell._JOBS.clear()
     yield
-    remote_cell._machine.cache_clear()
+    remote_cell.machine_here.cache_clear()
     remote_cell._MODELS.clear()
     remote_cell._JOBS.clear()
 
@@ -56,7 +55,8 @@ class Shuffled(InProcess):
     """Ends calls in any order. Workers die now and then; what they did until then is lost.
 
     Attributes:
-        begun: the tags of all cells that were begun.
+        begun: the jobs and cells that were begun, each as often as it was, and why it had failed before.
+        resources: what was asked for, in order.
         spares: calls that only make samples never die.
     """
 
@@ -64,42 +64,32 @@ class Shuffled(InProcess):
         super().__init__()
         self.spares = spares
         self._random, self._deaths, self._at_once = random.Random(state), deaths, at_once
-        self._calls: deque[tuple[Call, int]] = deque()
         self.begun: list[Any] = []
         self.resources: list[Resources] = []
 
     @property
     def plans_begun(self) -> int:
-        return sum(len(cell.contestants) for cell in self.begun)
-
-    @property
-    def pending(self) -> int:
-        return len(self._calls)
+        return sum(len(cell.blanks) for _, cell, _ in self.begun)
 
     @property
     def has_room(self) -> bool:
-        return len(self._calls) < self._at_once
+        return len(self.calls) < self._at_once
 
-    def submit(self, call: Call) -> None:
-        self._calls.append((call, 0))
-        self.resources.append(call.resources)
+    def submit(self, *call: Any, **more: Any) -> None:
+        super().submit(*call, **more)
+        self.resources.append(self.calls[-1].resources)
 
     def take(self) -> CallOutcome:
-        while True:
-            self._calls.rotate(self._random.randrange(len(self._calls)))
-            call, deaths = self._calls.popleft()
-            makes_samples = call.function is remote_cell.describe_samples
-            if not makes_samples:
-                self.begun.append(call.tag)
-            if not (makes_samples and self.spares) and self._random.random() < self._deaths:
-                # It may have done all of its work by then.
-                call.function(*call.arguments)
-                if deaths + 1 == ATTEMPTS:
-                    return CallOutcome(call=call, failure=failed_often(["its worker process died"] * ATTEMPTS))
-                self._calls.append((call, deaths + 1))
-                continue
-            super().submit(call)
-            return super().take()
+        self.calls.rotate(self._random.randrange(len(self.calls)))
+        call = self.calls.popleft()
+        makes_samples = call.function is remote_cell.describe_samples
+        if not makes_samples:
+            self.begun.append(call.tag)
+        outcome = self.outcome_of(call)
+        if not (makes_samples and self.spares) and self._random.random() < self._deaths:
+            # It had done all of its work by then.
+            return CallOutcome(tag=call.tag, failure="its worker process died")
+        return outcome
 
 
 def tasks() -> list[Any]:
@@ -200,8 +190,9 @@ def test_a_plan_that_failed_is_not_tried_on_the_samples_that_follow(state: int, 
 
 def test_a_cell_that_fails_twice_has_the_reason_and_condemns_no_other_one() -> None:
     found = go([Numbered(crashes=(("one", 1),))], Shuffled(0))
-    errors = {(r.label, r.point["index"]): r.error for r in found if r.error is not None}
-    assert errors == {("one", 1): "It failed 2 times: RuntimeError: CUDA error: an illegal memory access."}
+    [(label, point, error)] = [(r.label, r.point, str(r.error)) for r in found if r.error is not None]
+    assert (label, point) == ("one", {"index": 1})
+    assert error.startswith("It failed 2 times: RuntimeError: CUDA error: an illegal memory access (on ")
     assert len(found) == 12
 
 
@@ -217,11 +208,40 @@ def test_a_cell_has_a_few_plans_of_one_sample_and_a_death_parts_them() -> None:
         executor = Shuffled(0)
         found = run(made(), plans, [Numbered(crashes=crashes)], bandwidth=False, executor=executor)
         assert [(r.label, r.point["index"]) for r in found if r.error] == [*crashes]
-        sizes = [len(cell.contestants) for cell in executor.begun]
+        sizes = [len(cell.blanks) for _, cell, before in executor.begun if not before]
         assert sorted(sizes) == sorted([4, 2] * 4 + [1] * 4 * len(crashes))
         assert {(r.label, r.point["index"]) for r in found} == {(p.label, n) for p in plans for n in range(4)}
         remote_cell._MODELS.clear()
         remote_cell._JOBS.clear()
+
+
+def test_a_worker_makes_the_samples_of_a_job_once_and_goes_on_with_those_it_has() -> None:
+    class Counted(Numbered):
+        made: ClassVar[list[str]] = []
+
+        def samples(self, subject: Any, contestants: Any) -> Iterator[Sample]:
+            for sample in super().samples(subject, contestants):
+                self.made.append(str(sample.text_hash))
+                yield sample
+
+    go([Counted()], InProcess())
+    # Once for their hashes, and once for all cells.
+    assert Counted.made == ["0", "1", "2", "3"] * 2
+    assert len(remote_cell._MODELS) == len(remote_cell._JOBS) == 1
+
+
+def test_a_run_that_ends_early_leaves_no_call_behind() -> None:
+    """A search goes on with the executor, whose next outcome must be of a call of its own."""
+
+    class Fooled(Numbered):
+        def score(self, subject: Any, contestant: Any, sample: Any, advance: Any) -> Scored:
+            raise Fraud("identity", "nothing is what it seems")
+
+    executor = Shuffled(0)
+    with pytest.raises(Fraud):
+        go([Fooled()], executor)
+    assert not executor.pending
+    assert results(go([Numbered()], executor)) == results(go([Numbered()]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +312,7 @@ def test_timed_cells_ask_for_a_machine_and_come_last_with_all_plans() -> None:
     assert [each for each in executor.resources if each.exclusive] == [Resources(cpus=2.0, gpus=1.0, exclusive=True)]
     assert executor.resources[-1].exclusive and executor.resources[0] == Resources(cpus=2.0)
     assert [r.task for r in found[:4]] == ["speed"] * 4
-    assert {len(cell.contestants) for cell in executor.begun if cell.job.task is speed} == {4}
+    assert {len(cell.blanks) for job, cell, _ in executor.begun if job.task is speed} == {4}
 
 
 def test_plans_that_are_compared_in_one_process_stay_together() -> None:
@@ -314,10 +334,9 @@ def test_records_of_a_machine_that_is_not_there_are_measured_again(
     assert not executor.begun
     describe = machine.describe
     monkeypatch.setattr(machine, "describe", lambda **given: {**describe(**given), "processor": "another one"})
-    remote_cell._machine.cache_clear()
+    remote_cell.machine_here.cache_clear()
     go([Numbered()], executor, out=tmp_path)
     assert executor.plans_begun == 12
-    remote_cell._machine.cache_clear()
 
 
 def test_records_of_another_number_of_threads_are_measured_again(tmp_path: Any) -> None:

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 from tests.support.in_process import InProcess
 
+from kvtailor import cluster
 from kvtailor.bench.schema import read_records
 from kvtailor.cli import main
-from kvtailor.cluster import connect as connecting
 
 SMALL = [
     "--plans",
@@ -37,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(address)
         return InProcess()
 
-    monkeypatch.setattr(connecting, "connect", connect)
+    monkeypatch.setattr(cluster, "connect", connect)
     return found
 
 

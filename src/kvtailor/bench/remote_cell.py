@@ -6,13 +6,13 @@ the tokens are compared with those of the run by their hash: what a sample holds
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -24,15 +24,15 @@ from kvtailor.bench.measure.kept_prompts import NOT_SHARED, TIMED, KeptPrompts
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Task
-from kvtailor.cluster.contract import Shared
 from kvtailor.errors import KvtailorError
 
 __all__ = [
+    "Refused",
+    "Undone",
     "CellRequest",
-    "CellAnswer",
     "ModelThere",
-    "SamplesAnswer",
     "SharedJob",
+    "Traits",
     "describe_samples",
     "machine_here",
     "score_cell",
@@ -42,6 +42,25 @@ _SAMPLES_KEPT = 4
 _JOBS_KEPT = 2
 
 
+class Traits(NamedTuple):
+    """What a model must be like wherever it is loaded; of the device the type."""
+
+    fingerprint: str | None
+    dtype: str
+    cache_dtype: str
+    device: str
+
+    @classmethod
+    def of(cls, subject: Subject) -> Traits:
+        """Return those of a model."""
+        own, held = (str(each).removeprefix("torch.") for each in (subject.dtype, subject.cache_dtype))
+        return cls(subject.fingerprint(), own, held, subject.device.type)
+
+    def __str__(self) -> str:
+        caches = "" if self.cache_dtype == self.dtype else f" with caches in {self.cache_dtype}"
+        return f"fingerprint {self.fingerprint}, {self.dtype}{caches} on {self.device}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelThere:
     """The model of a run, for a worker.
@@ -49,7 +68,7 @@ class ModelThere:
     Attributes:
         name: what the run calls it.
         make: loads it.
-        fingerprint, dtype, cache_dtype, device: what it must be like where it was loaded; of the device the type.
+        traits: what it must be like where it was loaded.
         folder: of the run, in which relative paths of models, data and calibrations are looked for, if it is there.
         versions: of Python, torch, transformers and kvtailor, which must be the run's.
         share: a worker keeps prompts beside the model from one cell to the next, see `bench.measure.kept_prompts`.
@@ -57,13 +76,10 @@ class ModelThere:
 
     name: str
     make: Callable[[], Subject]
-    fingerprint: str | None
-    dtype: str
-    cache_dtype: str
-    device: str
+    traits: Traits
     folder: str
     versions: Mapping[str, str | None]
-    share: bool = True
+    share: bool
 
     @classmethod
     def of(cls, subject: Subject) -> ModelThere:
@@ -77,10 +93,7 @@ class ModelThere:
         return cls(
             name=subject.name,
             make=subject.elsewhere,
-            fingerprint=subject.fingerprint(),
-            dtype=str(subject.dtype).removeprefix("torch."),
-            cache_dtype=str(subject.cache_dtype).removeprefix("torch."),
-            device=subject.device.type,
+            traits=Traits.of(subject),
             folder=os.getcwd(),
             versions=machine.versions(),
             share=not isinstance(subject.kept, KeptPrompts) or subject.kept.off is None,
@@ -95,8 +108,9 @@ class ModelThere:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedJob:
-    """What all cells of a job have in common; it travels once."""
+    """What all cells of a job have in common; it travels once to each machine. No other job has its `name`."""
 
+    name: str
     task: Task
     contestants: tuple[Contestant, ...]
     model: ModelThere
@@ -104,59 +118,27 @@ class SharedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class CellRequest:
-    """One cell.
+    """One sample of a job for some plans.
 
     Attributes:
-        job: a `SharedJob`.
         index: which sample of the task.
-        text_hash: of the tokens of that sample, as the worker made them that described it.
-        point: of that sample, as that worker made it.
+        sample: as the worker made it that described the job's samples, without what scoring needs.
         blanks: by plan hash, the plans that are asked for: records with all that depends on neither sample nor machine.
         recalled: by plan hash, values of plans whose records are known, for `PlanByPlan.recall`.
     """
 
-    job: Shared
     index: int
-    text_hash: str | None
-    point: Mapping[str, object]
+    sample: Sample
     blanks: Mapping[str, Record]
     recalled: Mapping[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CellAnswer:
-    """What a worker found.
-
-    Attributes:
-        records: those of the plans that were asked for; one whose plan failed has an error.
-        fraud: name and sentence of a sanity check that failed.
-        undone: why the task cannot be done at all.
-        refused: why this machine cannot take part in this run.
-    """
-
-    records: tuple[Record, ...] = ()
-    fraud: tuple[str, str] | None = None
-    undone: str | None = None
-    refused: str | None = None
+class Refused(KvtailorError):
+    """The worker's machine cannot take part in this run."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplesAnswer:
-    """The samples of a job, without what scoring them needs.
-
-    Attributes:
-        samples: all, or those before the one that could not be made.
-        fraud, undone, refused: see `CellAnswer`.
-    """
-
-    samples: tuple[Sample, ...] = ()
-    fraud: tuple[str, str] | None = None
-    undone: str | None = None
-    refused: str | None = None
-
-
-class _Refused(KvtailorError):
-    """This machine cannot take part in this run."""
+class Undone(KvtailorError):
+    """The task cannot be done at all."""
 
 
 @dataclass
@@ -171,176 +153,137 @@ class _Samples:
 
     def at(self, index: int) -> Sample:
         """Return a sample; one that was given up is made again with all before it."""
-        if index not in self.kept and index < self.made:
-            self.close()
-        if self.source is None:
-            self.source = iter(self.job.task.samples(self.subject, self.job.contestants))
+        if self.source is None or (index < self.made and index not in self.kept):
+            self.source, self.made = iter(self.job.task.samples(self.subject, self.job.contestants)), 0
+            self.kept.clear()
         while index not in self.kept:
             sample = next(self.source, None)
             if sample is None:
-                raise _Refused(f"asked for sample {index} of {self.job.task.name}, which has {self.made} here")
+                raise Refused(f"asked for sample {index} of {self.job.task.name}, which has {self.made} here")
             self.kept[self.made] = sample
             self.made += 1
             if len(self.kept) > _SAMPLES_KEPT:
                 self.kept.popitem(last=False)
         return self.kept[index]
 
-    def close(self) -> None:
-        """End what makes samples: it may hold files or a state of randomness."""
-        close = getattr(self.source, "close", None)
-        if close is not None:
-            close()
-        self.source, self.made = None, 0
-        self.kept.clear()
-
 
 _MODELS: dict[tuple[object, ...], Subject] = {}
 _JOBS: OrderedDict[str, _Samples] = OrderedDict()
 
 
-def describe_samples(shared: Shared) -> SamplesAnswer:
-    """Return the samples of a job, so that what they cost, mostly tokens, is not the driver's; runs in a worker.
+def describe_samples(job: SharedJob) -> tuple[list[Sample], KvtailorError | None]:
+    """Return the samples of a job without what scoring needs; runs in a worker: making them, mostly tokens, is dear.
 
     Each is compared with what the plans were calibrated on.
 
-    Args:
-        shared: a `SharedJob`.
+    Returns:
+        The samples, and what went wrong with the one behind them: a `Fraud`, `Refused` or `Undone`.
     """
     found: list[Sample] = []
+    calibrations = Calibrations()
     try:
-        job: SharedJob = shared.get()
-        calibrations = Calibrations()
         for sample in job.task.samples(_subject(job.model), job.contestants):
             calibrations.check(job.contestants, sample)
             found.append(replace(sample, data=None, scored=None, whole=None))
-    except Fraud as error:
-        return SamplesAnswer(fraud=_told(error))
-    except _Refused as error:
-        return SamplesAnswer(refused=str(error))
     except (KvtailorError, ImportError) as error:
-        return SamplesAnswer(samples=tuple(found), undone=str(error))
-    return SamplesAnswer(samples=tuple(found))
+        return found, _told(error)
+    return found, None
 
 
-def score_cell(asked: CellRequest, bandwidth: bool) -> CellAnswer:
-    """Return the records of a cell; runs in a worker, and may be run again after it was begun.
+def score_cell(job: SharedJob, cell: CellRequest) -> tuple[list[Record], KvtailorError | None]:
+    """Return the records of a cell, one with an error for a plan that failed; else what `describe_samples` may.
 
-    Args:
-        asked: the cell.
-        bandwidth: measure the machine's bandwidth and arithmetic before the first cell, as a cell that times needs.
+    Runs in a worker, and may be run again after it was begun.
     """
     try:
-        return CellAnswer(records=tuple(_records(asked, bandwidth)))
-    except Fraud as error:
-        return CellAnswer(fraud=_told(error))
-    except _Refused as error:
-        return CellAnswer(refused=str(error))
+        return list(_records(_samples_of(job), cell)), None
     except (KvtailorError, ImportError) as error:
-        return CellAnswer(undone=str(error))
+        return [], _told(error)
     except BaseException:
         # Whatever it was, what samples share may be half made: the next attempt makes them anew.
-        _forget(asked.job.name)
+        _JOBS.pop(job.name, None)
         raise
 
 
-def machine_here(device: str, dtype: str, bandwidth: bool = False) -> dict[str, object]:
-    """Return what is known of this machine, see `bench.measure.machine.describe`."""
+@cache
+def machine_here(device: str, dtype: str, bandwidth: bool, threads: int | None) -> dict[str, object]:
+    """Return what is known of this machine; once for each number of threads, since a bandwidth takes a second.
+
+    Args:
+        device, dtype: of the model.
+        bandwidth: see `bench.measure.machine.describe`.
+        threads: in which torch computes now; None: no matter.
+    """
     return machine.describe(bandwidth=bandwidth, device=torch.device(device), dtype=getattr(torch, dtype))
 
 
-def _records(asked: CellRequest, bandwidth: bool) -> Iterator[Record]:
-    samples = _samples_of(asked.job)
+def _records(samples: _Samples, cell: CellRequest) -> Iterator[Record]:
     job, subject = samples.job, samples.subject
-    sample = samples.at(asked.index)
+    task, sample, first = job.task, samples.at(cell.index), cell.sample
     # What a task that weighs writes into its point may be this machine's own.
-    same = sample.text_hash == asked.text_hash and (job.task.exclusive or dict(sample.point) == dict(asked.point))
-    if not same:
-        raise _Refused(
-            f"sample {asked.index} of {job.task.name} is {dict(sample.point)} with tokens {sample.text_hash} here, and "
-            f"{dict(asked.point)} with tokens {asked.text_hash} where it was first made: give all machines the same "
+    same_point = task.exclusive or dict(sample.point) == dict(first.point)
+    if sample.text_hash != first.text_hash or not same_point:
+        raise Refused(
+            f"sample {cell.index} of {task.name} is {dict(sample.point)} with tokens {sample.text_hash} here, and "
+            f"{dict(first.point)} with tokens {first.text_hash} where it was first made: give all machines the same "
             "data and packages"
         )
-    here = _machine(str(subject.device), job.model.dtype, bandwidth, torch.get_num_threads())
-    if job.task.exclusive and isinstance(subject.kept, KeptPrompts):
+    # Floors below times are made of the machine's bandwidth and arithmetic.
+    here = machine_here(str(subject.device), job.model.traits.dtype, task.exclusive, torch.get_num_threads())
+    if task.exclusive and isinstance(subject.kept, KeptPrompts):
         subject.kept.forget()
         subject = replace(subject, kept=KeptPrompts(off=TIMED))
     given = Given(
         subject=subject,
         contestants=job.contestants,
-        blank=lambda contestant: replace(asked.blanks[contestant.hash], machine=here),
+        blank=lambda contestant: replace(cell.blanks[contestant.hash], machine=here),
         advance=lambda label: None,
     )
     by_hash = {each.hash: each for each in (OWN, *job.contestants)}
-    if isinstance(job.task, PlanByPlan):
-        for plan, values in asked.recalled.items():
-            job.task.recall(by_hash[plan], sample, values)
-    return records_of_sample(job.task, sample, given, [by_hash[plan] for plan in asked.blanks], {})
+    if isinstance(task, PlanByPlan):
+        for plan, values in cell.recalled.items():
+            task.recall(by_hash[plan], sample, values)
+    return records_of_sample(task, sample, given, [by_hash[plan] for plan in cell.blanks], {})
 
 
-@cache
-def _machine(device: str, dtype: str, bandwidth: bool, threads: int) -> dict[str, object]:
-    """Once for each process and number of threads: what is measured here takes a second."""
-    return machine_here(device, dtype, bandwidth)
+def _told(error: KvtailorError | ImportError) -> KvtailorError:
+    """The error as one that can be pickled."""
+    return error if isinstance(error, Fraud | Refused) else Undone(str(error))
 
 
-def _samples_of(shared: Shared) -> _Samples:
-    if shared.name not in _JOBS:
-        job: SharedJob = shared.get()
-        _JOBS[shared.name] = _Samples(job, _subject(job.model))
-        while len(_JOBS) > _JOBS_KEPT:
-            _forget(next(iter(_JOBS)))
-    _JOBS.move_to_end(shared.name)
-    return _JOBS[shared.name]
-
-
-def _told(fraud: Fraud) -> tuple[str, str]:
-    """The name and the sentence of a sanity check that failed."""
-    return fraud.name, str(fraud).removeprefix(f"{fraud.name}: ")
-
-
-def _forget(name: str) -> None:
-    if name in _JOBS:
-        _JOBS.pop(name).close()
-
-
-@atexit.register
-def _forget_all() -> None:
-    """What makes samples may hold files, which are to go with the process."""
-    for name in list(_JOBS):
-        _forget(name)
+def _samples_of(job: SharedJob) -> _Samples:
+    """Those that this process has, whose task and plans it goes on with, or new ones."""
+    if job.name not in _JOBS:
+        _JOBS[job.name] = _Samples(job, _subject(job.model))
+        if len(_JOBS) > _JOBS_KEPT:
+            _JOBS.popitem(last=False)
+    _JOBS.move_to_end(job.name)
+    return _JOBS[job.name]
 
 
 def _subject(model: ModelThere) -> Subject:
     """The model, loaded once; another one takes its place.
 
     Raises:
-        _Refused: it is another one here, or cannot be loaded.
+        Refused: it is another one here, or cannot be loaded.
     """
-    key = (model.name, model.fingerprint, model.dtype, model.cache_dtype, model.device, model.share)
+    key = (model.name, *model.traits, model.share)
     if key not in _MODELS:
-        _forget_all()
+        _JOBS.clear()
         _MODELS.clear()
         if different := model.differences(machine.versions()):
-            raise _Refused(f"this machine has {different}: give all machines the same packages and code")
+            raise Refused(f"this machine has {different}: give all machines the same packages and code")
         with contextlib.suppress(OSError):
             os.chdir(model.folder)
         try:
             subject = model.make()
         except (KvtailorError, OSError) as error:
-            raise _Refused(f"{model.name} cannot be loaded: {error}") from error
-        own, held = (str(each).removeprefix("torch.") for each in (subject.dtype, subject.cache_dtype))
-        found = (subject.fingerprint(), own, held, subject.device.type)
-        wanted = (model.fingerprint, model.dtype, model.cache_dtype, model.device)
-        if found != wanted:
-            raise _Refused(
-                f"{model.name} is another model here: {_said(*found)}, and not {_said(*wanted)}. Give all machines the "
-                "same weights"
+            raise Refused(f"{model.name} cannot be loaded: {error}") from error
+        if (found := Traits.of(subject)) != model.traits:
+            raise Refused(
+                f"{model.name} is another model here: {found}, and not {model.traits}. Give all machines the same "
+                "weights"
             )
         kept = KeptPrompts(lasting=True) if model.share else KeptPrompts(off=NOT_SHARED)
         _MODELS[key] = replace(subject, kept=kept)
     return _MODELS[key]
-
-
-def _said(fingerprint: str | None, dtype: str, cache_dtype: str, device: str) -> str:
-    caches = "" if cache_dtype == dtype else f" with caches in {cache_dtype}"
-    return f"fingerprint {fingerprint}, {dtype}{caches} on {device}"

@@ -15,28 +15,20 @@ all of its process, and reads none of this.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvtailor.bench.kinds import KINDS
-from kvtailor.cluster.contract import Resources
-from kvtailor.errors import ArgumentError, KvtailorError, shown, suggest
+from kvtailor.cluster import Resources
+from kvtailor.errors import ArgumentError, shown, suggest
 from kvtailor.ops.sizes import bytes_of
 
-__all__ = ["DEFAULT", "CellResources", "ResourcesError", "read_resources", "resources_of_line"]
+__all__ = ["DEFAULT", "CellResources", "read_resources", "resources_of_line"]
 
 
 DEFAULT = "default"
-
-
-class ResourcesError(KvtailorError, ValueError):
-    """Resources that cannot be what they say. Holds all faults at once, each a whole sentence."""
-
-    def __init__(self, what: str, faults: list[str]):
-        self.faults = tuple(faults)
-        head = f"{what} has {len(faults)} fault{'s' if len(faults) != 1 else ''}:"
-        super().__init__("\n  - ".join([head, *faults]))
+_NAMES = ("cpus", "gpus", "memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +70,17 @@ def read_resources(raw: Mapping[str, Any], faults: list[str]) -> CellResources:
     """
     usual: dict[str, Any] = {}
     by_task: dict[str, dict[str, Any]] = {}
-    # `memory` is a task, too: alone it is the resource, a table is the task's.
-    known = {**dict.fromkeys(KINDS, _no_table), **_READ}
-    tables = (*KINDS, DEFAULT)
     for name, value in raw.items():
+        # `memory` is a task, too: alone it is the resource, a table is the task's.
         if not isinstance(value, Mapping):
-            _add(usual, name, value, f"resources.{name}", known, faults)
+            _add(usual, name, value, f"resources.{name}", (*KINDS, *_NAMES), faults)
             continue
-        if name not in tables:
-            faults.append(f"[resources.{name}] is of no task: there is no task named {name!r}{suggest(name, tables)}")
+        if name not in KINDS and name != DEFAULT:
+            near = suggest(name, (*KINDS, DEFAULT))
+            faults.append(f"[resources.{name}] is of no task: there is no task named {name!r}{near}")
         into = usual if name == DEFAULT else by_task.setdefault(name, {})
         for inner, each in value.items():
-            _add(into, inner, each, f"resources.{name}.{inner}", _READ, faults)
+            _add(into, inner, each, f"resources.{name}.{inner}", _NAMES, faults)
     return CellResources(usual=usual, by_task=by_task)
 
 
@@ -97,7 +88,7 @@ def resources_of_line(line: str) -> CellResources:
     """Return what `cpus=2, memory=8GiB, speed.cpus=8` says.
 
     Raises:
-        ResourcesError: with all faults at once.
+        ArgumentError: with all faults at once.
     """
     faults: list[str] = []
     table: dict[str, Any] = {}
@@ -107,8 +98,7 @@ def resources_of_line(line: str) -> CellResources:
             faults.append(f"{shown(part)} has no value: write NAME=VALUE, such as cpus=2")
             continue
         task, dot, inner = name.partition(".")
-        there = table.setdefault(task, {}) if dot else table
-        key = inner if dot else name
+        there, key = (table.setdefault(task, {}), inner) if dot else (table, name)
         if not isinstance(there, dict) or key in there:
             faults.append(
                 f"{name} is given twice, or beside a task of that name: leave one out, or write {DEFAULT}.NAME for "
@@ -118,7 +108,8 @@ def resources_of_line(line: str) -> CellResources:
         there[key] = _number(text)
     found = read_resources(table, faults)
     if faults:
-        raise ResourcesError(f"--resources {shown(line)}", faults)
+        head = f"--resources {shown(line)} has {len(faults)} fault{'s' if len(faults) != 1 else ''}:"
+        raise ArgumentError("\n  - ".join([head, *faults]))
     return found
 
 
@@ -131,54 +122,30 @@ def _number(text: str) -> int | float | str:
     return text
 
 
-def _add(
-    into: dict[str, Any],
-    name: str,
-    value: object,
-    where: str,
-    known: Mapping[str, Callable[[object], Any]],
-    faults: list[str],
-) -> None:
+def _add(into: dict[str, Any], name: str, value: object, where: str, known: tuple[str, ...], faults: list[str]) -> None:
     if name not in known:
         near = suggest(name, known).removesuffix("?")
-        faults.append(f"there is nothing named {where}{near}: give some of {', '.join(_READ)}")
+        faults.append(f"there is nothing named {where}{near}: give some of {', '.join(_NAMES)}")
         return
     try:
-        into[name] = known[name](value)
+        into[name] = _read(name, value)
     except ValueError as error:
         faults.append(f"{where} is {value!r}: {error}")
 
 
-def _count(value: object) -> float:
+def _read(name: str, value: object) -> float:
+    """The value of a resource."""
+    if name not in _NAMES:
+        raise ArgumentError("write a table with cpus, gpus or memory")
+    if name == "memory":
+        size = bytes_of(value) if isinstance(value, str) else value
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ArgumentError("give bytes, such as '8GiB'")
+        return size
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ArgumentError("give a number, such as 2")
-    return float(value)
-
-
-def _cpus(value: object) -> float:
-    count = _count(value)
     # A cell without a processor would run beside one that times.
-    if count <= 0 or (count > 1 and count != int(count)):
-        raise ArgumentError("give a whole number of processors, or a part of one, such as 2 or 0.5")
-    return count
-
-
-def _gpus(value: object) -> float:
-    count = _count(value)
-    if count < 0 or (count > 1 and count != int(count)):
-        raise ArgumentError("give a whole number of accelerators, or a part of one, such as 1 or 0.5; 0 for none")
-    return count
-
-
-def _memory(value: object) -> int:
-    size = bytes_of(value) if isinstance(value, str) else value
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ArgumentError("give bytes, such as '8GiB'")
-    return size
-
-
-def _no_table(value: object) -> None:
-    raise ArgumentError("write a table with cpus, gpus or memory")
-
-
-_READ: Mapping[str, Callable[[object], Any]] = {"cpus": _cpus, "gpus": _gpus, "memory": _memory}
+    if value < 0 or (name == "cpus" and value == 0) or (value > 1 and value != int(value)):
+        what = "processors" if name == "cpus" else "accelerators"
+        raise ArgumentError(f"give a whole number of {what}, or a part of one, such as 2 or 0.5")
+    return float(value)

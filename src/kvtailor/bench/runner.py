@@ -24,7 +24,7 @@ from kvtailor.bench.schema import NoRecords, Record, leave_out, read_records
 from kvtailor.bench.spread import SpreadJob, machines_of, spread
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import Task
-from kvtailor.cluster.contract import Executor
+from kvtailor.cluster import Executor
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model import processes as process_group
 from kvtailor.hf.model.cache_dtype import stored_dtype
@@ -268,8 +268,11 @@ def run(
             found = _records_of(job, replace(given, known=partial(_known, done)), steps)
             records += [written(each) for each in found]
     else:
-        cluster = _Cluster(executor, resources or CellResources(), subject, out if resume else None, without)
-        told = [(place, written(found)) for place, found in _records_of_cluster(work, cluster)]
+        finished_on = partial(finished, out if resume else None, subject.device, without=without)
+        told = [
+            (place, written(found))
+            for place, found in _records_of_cluster(work, subject, executor, resources or CellResources(), finished_on)
+        ]
         records = [record for _, record in sorted(told, key=lambda each: each[0])]
     judge(records)
     return records
@@ -337,51 +340,46 @@ def _known(records: Mapping[str, Record], blank: Record) -> Record | None:
     return records.get(blank.key)
 
 
-@dataclass(frozen=True)
-class _Cluster:
-    """What a run on a cluster has besides: `out` is where records may be known from, but those of `without`."""
-
-    executor: Executor
-    resources: CellResources
-    subject: Subject
-    out: Path | None
-    without: Sequence[str]
-
-
 def _records_of_cluster(
-    work: Sequence[tuple[TaskJob, _Steps, Given]], cluster: _Cluster
+    work: Sequence[tuple[TaskJob, _Steps, Given]],
+    subject: Subject,
+    executor: Executor,
+    resources: CellResources,
+    finished_on: Callable[[Sequence[Mapping[str, object]]], Mapping[str, Record]],
 ) -> Iterator[tuple[tuple[int, float, int], Record]]:
-    """The records of all jobs as they come, each with its place: job, sample and plan, as a run alone has them."""
-    machines = machines_of(cluster.executor, cluster.subject)
-    known_by_threads: dict[int, Mapping[str, Record]] = {}
-    spread_jobs: dict[int, SpreadJob] = {}
-    for number, (job, steps, given) in enumerate(work):
+    """The records of all jobs as they come, each with its place: job, sample and plan, as a run alone has them.
+
+    Args:
+        work: the jobs.
+        subject: the model.
+        executor, resources: see `run`.
+        finished_on: `finished`, for the machines that measure now.
+    """
+    machines = machines_of(executor, subject)
+    known: dict[int, Mapping[str, Record]] = {}
+    jobs: dict[int, SpreadJob] = {}
+    for number, (job, _, given) in enumerate(work):
         if job.task is None:
             continue
-        device = cluster.subject.device.type
-        asked = cluster.resources.of(job.kind, exclusive=job.task.exclusive, device=device)
-        if asked.threads not in known_by_threads:
+        asked = resources.of(job.kind, exclusive=job.task.exclusive, device=subject.device.type)
+        if asked.threads not in known:
             # A worker computes in as many threads as its cell has processors, whatever the process began with.
-            like = [{**each, "threads": asked.threads} for each in machines]
-            known_by_threads[asked.threads] = finished(cluster.out, cluster.subject.device, like, cluster.without)
-        spread_jobs[number] = SpreadJob(
+            known[asked.threads] = finished_on([{**each, "threads": asked.threads} for each in machines])
+        jobs[number] = SpreadJob(
+            number=number,
             task=job.task,
-            contestants=given.contestants,
-            blank=given.blank,
-            known=partial(_known, known_by_threads[asked.threads]),
+            given=replace(given, known=partial(_known, known[asked.threads])),
             resources=asked,
-            advance=steps,
             ends_the_run=job.asked is None,
         )
-    numbers = {id(each): number for number, each in spread_jobs.items()}
     plans = [[OWN.hash, *(each.hash for each in job.contestants)] for job, _, _ in work]
-    for spread_job, index, record in spread(list(spread_jobs.values()), cluster.subject, cluster.executor):
-        number = numbers[id(spread_job)]
-        yield (number, index, plans[number].index(record.plan_hash)), record
+    told: list[set[str]] = [set() for _ in work]
+    for found, index, record in spread(list(jobs.values()), subject, executor):
+        told[found.number].add(record.plan_hash)
+        yield (found.number, index, plans[found.number].index(record.plan_hash)), record
     for number, (job, steps, given) in enumerate(work):
-        told = spread_jobs[number].told if number in spread_jobs else set()
-        why = spread_jobs[number].why if number in spread_jobs else job.why
-        for record in _records_of_rest(job, given, steps, told, why):
+        why = jobs[number].why if number in jobs else job.why
+        for record in _records_of_rest(job, given, steps, told[number], why):
             yield (number, math.inf, plans[number].index(record.plan_hash)), record
 
 

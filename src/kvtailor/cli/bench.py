@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kvtailor.bench.schema import Record
     from kvtailor.bench.sinks.named import Sinks
     from kvtailor.bench.subject import Subject
-    from kvtailor.cluster.contract import Executor
+    from kvtailor.cluster import Executor
 
 __all__ = ["command", "executor_of"]
 
@@ -235,7 +235,7 @@ def executor_of(address: str | None, console: Console) -> AbstractContextManager
     """The executor of `--ray`; None without it."""
     if address is None:
         return nullcontext()
-    from kvtailor.cluster.connect import connect
+    from kvtailor.cluster import connect
 
     environment = {name: os.environ[name] for name in WAITING if name in os.environ}
     with console.status(f"connecting to Ray ({address})"):

@@ -17,7 +17,7 @@ from kvtailor.bench.resources import CellResources
 from kvtailor.bench.runner import contestants_of, run
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
-from kvtailor.cluster.contract import Executor
+from kvtailor.cluster import Executor
 from kvtailor.fitting.damage import Damage
 from kvtailor.fitting.pieces import TEXT, Piece
 from kvtailor.plan import Plan

@@ -15,7 +15,7 @@ from kvtailor.bench.measure.kept_prompts import NOT_SHARED, KeptPrompts
 from kvtailor.bench.resources import CellResources
 from kvtailor.bench.stages import Progress, Silent
 from kvtailor.bench.subject import Subject
-from kvtailor.cluster.contract import Executor
+from kvtailor.cluster import Executor
 from kvtailor.errors import KvtailorError, UnknownName
 from kvtailor.fitting.effort import Effort, effort_of
 from kvtailor.fitting.material import material_of, named_texts

@@ -26,7 +26,7 @@ from kvtailor.bench.schema import Record
 from kvtailor.bench.stages import Progress
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import Task, hash_of
-from kvtailor.cluster.contract import Executor
+from kvtailor.cluster import Executor
 from kvtailor.errors import KvtailorError
 from kvtailor.fitting.answer import FrontPoint, marked, short_plan
 from kvtailor.fitting.effort import Effort

@@ -51,8 +51,11 @@ class Fraud(KvtailorError, RuntimeError):
     def __init__(self, name: str, sentence: str):
         if name not in MEANINGS:
             raise UnknownName("sanity check", name, CHECKS)
-        self.name = name
+        self.name, self._sentence = name, sentence
         super().__init__(f"{name}: {sentence}")
+
+    def __reduce__(self) -> tuple[type[Fraud], tuple[str, str]]:
+        return Fraud, (self.name, self._sentence)
 
 
 @dataclass(frozen=True)

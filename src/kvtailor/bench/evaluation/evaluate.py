@@ -19,7 +19,7 @@ from kvtailor.bench.schema import Record
 from kvtailor.bench.sinks.contract import RecordSink
 from kvtailor.bench.sinks.named import sinks_of
 from kvtailor.bench.subject import Subject
-from kvtailor.cluster.contract import Executor
+from kvtailor.cluster import Executor
 from kvtailor.hf.model import processes as process_group
 from kvtailor.plan import Plan
 from kvtailor.plan.calls import check_call
