@@ -26,9 +26,7 @@ class Effort:
         levels: of these memories, as shares of the uncompressed bytes.
         fitted: candidates that the proof has. presets: presets that it has beside them.
         windows: of text, and documents of each family, that the proof has at most.
-        reads_twice: stage 2 suggests scorers that read a prompt twice (kvzip), each of which takes as long as five
-            others; presets with one are measured in any case.
-        slow_points: where it does not, they are tried with stage 1's layers if such a preset is among the best.
+        reads_twice: scorers and presets that read a prompt twice (kvzip) are tried; each takes as long as five others.
     """
 
     name: str
@@ -44,7 +42,6 @@ class Effort:
     presets: int
     windows: tuple[int, int]
     reads_twice: bool = True
-    slow_points: bool = True
 
 
 EFFORTS: Mapping[str, Effort] = {
@@ -54,7 +51,7 @@ EFFORTS: Mapping[str, Effort] = {
             name="quick",
             first=(3, 1),
             rest=(5, 3),
-            widths=(8, 4, 2),
+            widths=(4, 2),
             shares=(0.5, 0.25, 0.1),
             by_head=False,
             trials=14,

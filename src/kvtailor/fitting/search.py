@@ -4,10 +4,6 @@ Every point that is suggested fills the same memory. It is measured on a few pie
 over these pieces, paired with the best plan so far, decides whether it is measured on the others as well. The study is
 kept as SQLite beside the records. A search that was killed is asked the same questions again in the same order, and
 its answers are there: so it ends as it would have, and nothing is measured twice.
-
-Scorers that read a prompt twice (kvzip) take as long as five others, so that `quick` cannot afford a sampler that likes
-them. But a preset with one is often the best at few bytes. Where the search may not suggest such a scorer, it is tried
-with stage 1's layers: a few points beside the trials.
 """
 
 from __future__ import annotations
@@ -23,13 +19,12 @@ import optuna
 from optuna.trial import TrialState
 
 from kvtailor.errors import KvtailorError
-from kvtailor.fitting.layers import PLAIN
 from kvtailor.fitting.measuring import Measured, Measurer
 from kvtailor.fitting.pieces import Piece
 from kvtailor.fitting.space import NONE, POOLED, Space, layers_start
 from kvtailor.plan import Plan
 
-__all__ = ["Candidate", "Searched", "measured_to_fit", "same_score", "search", "slow_points", "with_slow_points"]
+__all__ = ["Candidate", "Searched", "measured_to_fit", "same_score", "search"]
 
 _AT_ONCE = 4
 """Trials that are asked for together; the same on every machine, so that a cluster gives the same search."""
@@ -105,7 +100,7 @@ class _Search:
     memory: int
     first: Sequence[Piece]
     rest: Sequence[Piece]
-    told: Callable[[Candidate | None], None]
+    told: Callable[[Candidate | None, int], None]
     candidates: dict[str, Candidate] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
 
@@ -124,7 +119,7 @@ class _Search:
                 # A constraint above 0 tells the sampler that such points are no plans; they have no value.
                 _constrain(trial, 1.0)
                 study.tell(trial, float("inf"))
-                self.told(None)
+                self.told(None, len(self.rest) + (len(self.first) if found is None else 0))
                 continue
             _constrain(trial, 0.0)
             trial.set_user_attr("plan", str(found.plan))
@@ -146,7 +141,7 @@ class _Search:
                 _constrain(trial, 1.0)
                 self.refused.append(f"{found.plan}: {every.error}")
                 study.tell(trial, float("inf"))
-                self.told(None)
+                self.told(None, 0)
                 continue
             study.tell(trial, every.loss)
             self._take(Candidate(point=point, plan=found.plan, first=found, whole=every))
@@ -155,7 +150,7 @@ class _Search:
         name = candidate.plan.hash
         if name not in self.candidates or self.candidates[name].whole is None:
             self.candidates[name] = candidate
-        self.told(candidate)
+        self.told(candidate, len(self.rest) if candidate.whole is None else 0)
 
 
 def measured_to_fit(
@@ -203,7 +198,7 @@ def search(
     storage: Path | None,
     name: str = "fit",
     starts: Sequence[Mapping[str, Any]] = (),
-    told: Callable[[Candidate | None], None] = lambda candidate: None,
+    told: Callable[[Candidate | None, int], None] = lambda candidate, skipped: None,
 ) -> Searched:
     """Return what a search under a memory met.
 
@@ -217,7 +212,7 @@ def search(
         storage: SQLite file of the study; None: in memory.
         name: of the study in the file.
         starts: parameters to begin with beside the space's own.
-        told: called once for each trial.
+        told: called once for each trial, with its candidate if it is a plan, and how many pieces were left out for it.
 
     Raises:
         KvtailorError: not one point could be measured.
@@ -304,59 +299,3 @@ def _presets(candidates: Iterable[Candidate]) -> list[Candidate]:
 def same_score(plan: Plan, word: str) -> bool:
     """Whether a plan has this scorer, which is in the plan language."""
     return plan.score is not None and word != NONE and Plan.parse(f"{word} @ tokens=1").score == plan.score
-
-
-_AMONG_BEST = 3
-
-
-def slow_points(searched: Searched, space: Space) -> list[dict[str, Any]]:
-    """Return the points to try: none where no preset with such a scorer is among the best three."""
-    if space.layers is None:
-        return []
-    best = searched.presets()[:_AMONG_BEST]
-    least = {
-        "least_width": min(width for width in space.layers.widths if width != PLAIN),
-        "least_share": min(space.layers.shares),
-    }
-    return [
-        {"how": "layers", "score": score, "merge": "drop", "allocate": allocate, **least}
-        for score in space.slow_scores
-        if any(same_score(each.plan, score) for each in best)
-        for allocate in space.allocations
-    ]
-
-
-def with_slow_points(
-    searched: Searched,
-    points: Sequence[Mapping[str, Any]],
-    space: Space,
-    measurer: Measurer,
-    *,
-    memory: int,
-    first: Sequence[Piece],
-    every: Sequence[Piece],
-) -> Searched:
-    """Return what a search met, and these points beside it.
-
-    Args:
-        searched: by the trials.
-        points: see `slow_points`.
-        space: makes plans of them.
-        measurer: measures these.
-        memory: bytes of the whole cache.
-        first: pieces that every candidate is measured on. every: these and the others.
-    """
-    plans = [space.plan(point, memory) for point in points]
-    there = [(point, plan) for point, plan in zip(points, plans, strict=True) if plan is not None]
-    begun = measured_to_fit(space, measurer, [plan for _, plan in there], first, memory=memory) if there else {}
-    refused = [f"{plan}: {begun[plan.hash].error}" for _, plan in there if begun[plan.hash].error is not None]
-    able = [(point, begun[plan.hash]) for point, plan in there if begun[plan.hash].error is None]
-    whole = measurer.measure([found.plan for _, found in able], every) if able else []
-    met = {each.plan.hash for each in searched.candidates}
-    new = [
-        Candidate(point=point, plan=found.plan, first=found, whole=each)
-        for (point, found), each in zip(able, whole, strict=True)
-        if each.error is None and found.plan.hash not in met
-    ]
-    refused += [f"{each.plan}: {each.error}" for each in whole if each.error is not None]
-    return replace(searched, candidates=(*searched.candidates, *new), refused=(*searched.refused, *refused))

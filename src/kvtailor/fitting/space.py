@@ -60,7 +60,6 @@ class Space:
         sizer: sizes of plans on the model, at the question's context and batch.
         layers: what stage 1 found; None: it did not run.
         scores: scorers that the model can have, of which points are suggested.
-        slow_scores: scorers that the model can have and that read a prompt twice, where `scores` has them not.
         presets: names of the presets that it can have.
         families: of codecs.
         allocators, mergers: in the plan language.
@@ -71,7 +70,6 @@ class Space:
     scores: tuple[str, ...]
     presets: tuple[str, ...]
     families: tuple[str, ...]
-    slow_scores: tuple[str, ...] = ()
     allocators: tuple[str, ...] = _ALLOCATORS
     mergers: tuple[str, ...] = _MERGERS
 
@@ -85,12 +83,15 @@ class Space:
             sizer: see the class.
             layers: see the class.
             without: names of methods and presets that no plan may have.
-            reads_twice: scorers that read a prompt twice are among those of which points are suggested.
+            reads_twice: scorers and presets that read a prompt twice are among them.
         """
         left = set(without)
         words = {word: Plan.parse(f"{word} @ tokens={sizer.context}") for word in score_words(left)}
-        able = {word: plan for word, plan in words.items() if sizer.refusal(plan) is None}
-        slow = tuple(word for word, plan in able.items() if plan.needs.reconstruction and not reads_twice)
+        scores = tuple(
+            word
+            for word, plan in words.items()
+            if sizer.refusal(plan) is None and (reads_twice or not plan.needs.reconstruction)
+        )
         families = tuple(
             name
             for name in _FAMILIES
@@ -104,14 +105,16 @@ class Space:
         presets = tuple(
             name
             for name in registry.presets()
-            if name not in (FULL, *_SAVE_NO_MEMORY) and name not in left and not _of_preset(name) & left
+            if name not in (FULL, *_SAVE_NO_MEMORY)
+            and name not in left
+            and not _of_preset(name) & left
+            and (reads_twice or not _preset(name).needs.reconstruction)
         )
         allocators = tuple(word for word in _ALLOCATORS if word.partition("(")[0] not in left)
         return cls(
             sizer=sizer,
             layers=layers,
-            scores=tuple(word for word in able if word not in slow),
-            slow_scores=slow,
+            scores=scores,
             presets=presets,
             families=families,
             allocators=allocators,

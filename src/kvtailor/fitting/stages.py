@@ -45,7 +45,7 @@ from kvtailor.fitting.pieces import TEXT
 from kvtailor.fitting.proof import judged, proof_tasks, speed_task
 from kvtailor.fitting.question import Question
 from kvtailor.fitting.result import Fit
-from kvtailor.fitting.search import Candidate, Searched, search, slow_points, with_slow_points
+from kvtailor.fitting.search import Candidate, Searched, search
 from kvtailor.fitting.sizing import Sizer
 from kvtailor.fitting.space import Space
 from kvtailor.fitting.verdict import DOABLE, Judged, fast_enough, regret_of_text, small_enough, verdict
@@ -128,6 +128,11 @@ class Fitting:
         """Return the answer."""
         self.notes += self.material.notes
         memory = self.question.memory or max(1, round(0.25 * self.sizer.full))
+        if not self.effort.reads_twice:
+            self.notes.append(
+                f"Nothing that reads a prompt twice (kvzip and its line) was tried: effort {self.effort.name!r} leaves "
+                "such plans out, effort 'normal' does not."
+            )
         self._begin(memory)
         layers = self._layers() if "layers" in self.stages else None
         space = Space.of(self.sizer, layers, without=self.without, reads_twice=self.effort.reads_twice)
@@ -285,9 +290,9 @@ class Fitting:
         trials = self.effort.trials if "structure" in self.stages else 0
         most = trials + len(space.starts(memory))
 
-        def told(tried: Candidate | None) -> None:
-            if tried is None or tried.whole is None:
-                advance("given up early", skipped=len(self.every) - len(self.first))
+        def told(tried: Candidate | None, skipped: int) -> None:
+            if skipped:
+                advance("given up early", skipped=skipped)
             if tried is not None:
                 self._keep_best(tried.first, memory)
 
@@ -305,12 +310,6 @@ class Fitting:
                 told=told,
             )
         self.counts["trials of stage 2"] = found.trials
-        if "structure" in self.stages and self.effort.slow_points and (points := slow_points(found, space)):
-            total = len(points) * len(self.every)
-            with self.progress.stage("with scorers that read twice", total) as advance:
-                found = with_slow_points(
-                    found, points, space, self.measurer(advance), memory=memory, first=self.first, every=self.every
-                )
         if found.refused:
             self.notes.append(f"{len(found.refused)} points could not be measured, the first: {found.refused[0]}")
         return found
@@ -321,10 +320,7 @@ class Fitting:
         for each in searched.best():
             if each.whole is not None:
                 points[each.plan.hash] = self._front_point(each.point, each.whole, memory)
-        twice = self.effort.reads_twice
-        presets = [each for each in searched.presets() if twice or not each.plan.needs.reconstruction]
-        fitted = [each for each in searched.best(presets=False) if twice or not each.plan.needs.reconstruction]
-        best = [*fitted[: self.effort.front], *presets[:2]]
+        best = [*searched.best(presets=False)[: self.effort.front], *searched.presets()[:2]]
         levels = [round(share * self.sizer.full) for share in self.effort.levels]
         levels = [level for level in levels if abs(level - memory) > 0.05 * memory]
         made = [(each.point, level, space.plan(each.point, level)) for each in best for level in levels]
