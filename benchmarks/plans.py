@@ -120,10 +120,7 @@ class Context:
     def cache_of(self, plan: Plan) -> Any:
         """Return a cache that holds the context as a plan has it."""
         cache = cache_for(self.model, plan, cache_dtype=self.stored)
-        rounded = {
-            layer: (keys.to(self.stored), values.to(self.stored)) for layer, (keys, values) in self.states.items()
-        }
-        fill(cache, rounded)
+        fill(cache, self.states)
         self.model(self.question, **hand_cache(cache), logits_to_keep=1)
         return cache
 

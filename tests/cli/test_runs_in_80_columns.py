@@ -17,7 +17,7 @@ from tests.support.fitting.made_fits import made_fit
 
 from kvtailor.bench.data.texts import generated_text
 from kvtailor.cli import demo
-from kvtailor.cli.fit import TerminalProgress, note_of_use, show
+from kvtailor.cli.fit import TerminalProgress, show
 from kvtailor.cli.words.lines import formatted_warning, python_lines
 
 PLAN = "snapkv(window=16) + adakv + kivi(bits=4, recent=32) @ keep=0.25, slack=64"
@@ -110,11 +110,6 @@ def test_what_a_fit_ends_with(tmp_path):
     names = {"kvtailor": SimpleNamespace(cache_for=lambda model, plan: plan), "model": None}
     exec(part[: part.index("\n)") + 2], names)
     assert names["cache"] == found.plan
-
-
-def test_a_plan_that_plain_generate_refuses_says_so():
-    assert note_of_use(PLAN) is None and note_of_use("full") is None
-    assert "reads a context twice" in note_of_use("kvzip + table(weights=[1.0, 0.5]) @ tokens=64")
 
 
 def test_stages_of_a_fit_and_what_failed_in_them():

@@ -48,7 +48,6 @@ LEAST = Effort(
     presets=1,
     windows=(6, 5),
     reads_twice=False,
-    slow_points=False,
 )
 SLOW = (
     "nuq",

@@ -9,6 +9,7 @@ from tests.support.bench.frauds import record
 from kvtailor.bench.stages import Silent
 from kvtailor.errors import KvtailorError
 from kvtailor.fitting import stages
+from kvtailor.fitting.effort import EFFORTS
 from kvtailor.fitting.verdict import Family, Judged, verdict
 
 WINDOWS = 200
@@ -164,6 +165,7 @@ def test_times_that_other_work_disturbed_in_every_round_are_said_to_be_none(monk
     monkeypatch.setattr(stages, "run_bench", lambda *given, **words: found)
     names = ("subject", "material", "executor", "resources")
     fit = SimpleNamespace(**dict.fromkeys(names), question=SimpleNamespace(context=1, batch=1), progress=Silent())
+    fit.effort = EFFORTS["quick"]
     fit.folder, fit.notes = stages.Path("there"), []
     assert stages.Fitting._times(fit, []) == found
     assert len(fit.notes) == 1 and "kivi4:" in fit.notes[0] and "nvfp4" not in fit.notes[0]

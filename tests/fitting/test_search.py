@@ -8,10 +8,10 @@ from tests.support.fitting.small import CONTEXT, pieces, subject
 
 from kvtailor.bench.measure import machine
 from kvtailor.bench.schema import read_records
+from kvtailor.fitting.effort import effort_of
 from kvtailor.fitting.layers import PLAIN, LayerMap
-from kvtailor.fitting.measuring import Measured, Measurer
-from kvtailor.fitting.pieces import TEXT
-from kvtailor.fitting.search import Candidate, Searched, search, slow_points, with_slow_points
+from kvtailor.fitting.measuring import Measurer
+from kvtailor.fitting.search import search
 from kvtailor.fitting.sizing import Sizer
 from kvtailor.fitting.space import Space
 from kvtailor.plan import Plan, registry
@@ -154,35 +154,17 @@ def layer_map(score):
     )
 
 
-def test_a_scorer_that_reads_twice_is_tried_where_its_preset_is_among_the_best(made, tmp_path):
+def test_quick_has_nothing_that_reads_a_prompt_twice(made):
     sizer = Sizer.of(made.model, context=CONTEXT, batch=1)
-    space = Space.of(sizer, layer_map("snapkv(kernel=21)"), reads_twice=False)
-    assert space.slow_scores == ("kvzip",) and "kvzip" not in space.scores
+    every, quick = (Space.of(sizer, None, reads_twice=effort_of(name).reads_twice) for name in ("normal", "quick"))
+    assert set(every.scores) - set(quick.scores) == {"kvzip"}
+    left = set(every.presets) - set(quick.presets)
+    assert {"kvzip", "kvzip_plus", "kvgrad", "kvcompose"} <= left
     memory = int(0.3 * sizer.full)
-    each = pieces(4)
-    measurer = Measurer(made, tmp_path / "one_")
-
-    def candidate(point, loss):
-        plan = space.plan(point, memory)
-        found = Measured(plan=plan, kl={TEXT: (loss,)}, hits={})
-        return Candidate(point=point, plan=plan, first=found, whole=found)
-
-    def preset(name, loss):
-        return candidate({"how": "preset", "preset": name}, loss)
-
-    others = [preset(name, 0.1) for name in ("tova", "keydiff", "h2o")]
-    behind = Searched(candidates=(*others, preset("kvzip_pooled", 0.5)), refused=(), trials=4)
-    assert slow_points(behind, space) == []
-    ahead = replace(behind, candidates=(*others, preset("kvzip_pooled", 0.05)))
-    points = slow_points(ahead, space)
-    assert {point["allocate"] for point in points} == {"table", "pooled(floor=0.0)"}
-    found = with_slow_points(ahead, points, space, measurer, memory=memory, first=each[:3], every=each)
-    new = found.candidates[4:]
-    assert new and not found.refused
-    for one in new:
-        assert "kvzip" in str(one.plan) and "kivi" in str(one.plan) and one.first.bytes_held <= memory
-        assert len(one.whole.kl[TEXT]) == 4
-    assert any("pooled" in str(one.plan) for one in new)
+    for space in (every, quick):
+        plans = {name: space.plan({"how": "preset", "preset": name}, memory) for name in space.presets}
+        twice = {name for name, plan in plans.items() if plan is not None and plan.needs.reconstruction}
+        assert twice == (left & set(plans) if space is every else set())
 
 
 def test_a_study_that_cannot_be_read_is_put_aside(made, tmp_path):

@@ -312,22 +312,8 @@ def show(found: Fit, folder: Path | None) -> None:
     console.print()
     most = columns()
     click.echo(found.python if most is None else "\n".join(python_lines(found.plan, most)))
-    if (use := note_of_use(found.plan)) is not None:
-        say(use, hang=0)
     if folder is not None:
         say(f"--plan {folder / 'fitted.toml'} works everywhere; evidence and front: {folder / 'fit.html'}")
-
-
-def note_of_use(plan: str) -> str | None:
-    """Return what a user of a plan's cache must know besides; None for a plan that plain `generate()` takes."""
-    from kvtailor.plan import Plan
-
-    if not Plan.parse(plan).needs.reconstruction:
-        return None
-    return (
-        "This plan reads a context twice: `kvtailor run`, kvtailor.read and kvtailor.prefill do so, and plain "
-        "generate() on a cache that has read nothing refuses it."
-    )
 
 
 class TerminalProgress:

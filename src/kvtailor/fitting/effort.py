@@ -26,6 +26,7 @@ class Effort:
         levels: of these memories, as shares of the uncompressed bytes.
         fitted: candidates that the proof has. presets: presets that it has beside them.
         windows: of text, and documents of each family, that the proof has at most.
+        rounds: of times of a token, each behind a prompt of its own.
         reads_twice: scorers and presets that read a prompt twice (kvzip) are tried; each takes as long as five others.
     """
 
@@ -41,6 +42,7 @@ class Effort:
     fitted: int
     presets: int
     windows: tuple[int, int]
+    rounds: int = 5
     reads_twice: bool = True
 
 
@@ -60,6 +62,7 @@ EFFORTS: Mapping[str, Effort] = {
             fitted=2,
             presets=2,
             windows=(24, 5),
+            rounds=3,
             reads_twice=False,
         ),
         Effort(

@@ -115,7 +115,7 @@ class Fit(Answer):
         return (
             f"{self.plan}\n  {byte_text(chosen.bytes)} of {byte_text(self.full)} ({100 * share:.1f} %) at "
             f"{self.question.context} tokens and {self.question.batch} row(s). {self.sentence}"
-        )
+        ) + "".join(f"\n  - {note}" for note in self.notes)
 
 
 def _read(found: dict[str, Any]) -> Fit:

@@ -122,6 +122,11 @@ class Space:
         )
 
     @property
+    def preset_plans(self) -> list[Plan]:
+        """The presets, whatever the memory."""
+        return [_preset(name) for name in self.presets]
+
+    @property
     def allocations(self) -> list[str]:
         """How tokens of stage 1's optimum may be shared out."""
         return [TABLE, POOLED] if POOLED in self.allocators else [TABLE]

@@ -49,6 +49,7 @@ from kvtailor.fitting.search import Candidate, Searched, search
 from kvtailor.fitting.sizing import Sizer
 from kvtailor.fitting.space import Space
 from kvtailor.fitting.verdict import DOABLE, Judged, fast_enough, regret_of_text, small_enough, verdict
+from kvtailor.hf.run.kept_prompt import why_own
 from kvtailor.ops.files import read_bytes, seal_toml, write_whole
 from kvtailor.plan import Plan
 from kvtailor.presets import FULL
@@ -151,6 +152,11 @@ class Fitting:
         chosen = found.chosen
         added = self._additivity(space, layers, memory)
         plan = Plan.parse(chosen.plan)
+        if plan.needs.reconstruction:
+            self.notes.append(
+                "This plan reads a context twice: `kvtailor run`, sessions, kvtailor.read and kvtailor.prefill do so, "
+                "and plain generate() on a cache that has read nothing refuses it."
+            )
         own = [record for record in records if record.plan_hash == plan.hash and record.tokens_by_head]
         return Fit(
             model=self.subject.name,
@@ -182,6 +188,7 @@ class Fitting:
         space = Space.of(self.sizer, None, without=self.without, reads_twice=effort.reads_twice)
         presets = space.starts(memory)
         early = _early(space, memory)
+        self._gather_for([*(Plan.parse(f"{word} @ keep=0.25") for word in space.scores), *space.preset_plans])
         finalists = effort.fitted + effort.presets + 3
         tasks = self._proof_tasks()
         steps = {FIRST_PLANS: len(early) * pieces}
@@ -207,6 +214,11 @@ class Fitting:
         with self.progress.stage(FIRST_PLANS, len(early) * pieces) as advance:
             for found in self.measurer(advance).measure(early, self.first) if early else ():
                 self._keep_best(found, memory)
+
+    def _gather_for(self, plans: Sequence[Plan]) -> None:
+        """Have the one forward of each piece gather what these plans need, whichever is measured first."""
+        if isinstance(self.subject.kept, KeptPrompts):
+            self.subject.kept.ahead = [plan for plan in plans if why_own(plan) is None]
 
     def _seconds_of_a_step(self) -> float:
         """Seconds of the uncompressed cache on one piece, once the model has run before."""
@@ -471,6 +483,8 @@ class Fitting:
         full = Contestant.of(FULL)
         tasks = self._proof_tasks()
         everyone = [full, *contestants]
+        # All of its plans are in one run.
+        self._gather_for([])
         with self.progress.stage(PROOF, plan_run(tasks, everyone)[1]) as advance, quiet():
             records = run_bench(
                 self.subject,
@@ -494,7 +508,8 @@ class Fitting:
 
     def _times(self, contestants: Sequence[Contestant]) -> list[Record]:
         """The time of a token of each plan, in turns; without the full cache, which may not fit at this batch."""
-        task = speed_task(self.material, context=self.question.context, batch=self.question.batch)
+        asked, rounds = self.question, self.effort.rounds
+        task = speed_task(self.material, context=asked.context, batch=asked.batch, rounds=rounds)
         with self.progress.stage("time of a token", plan_run([task], contestants)[1]) as advance, quiet():
             try:
                 found = run_bench(

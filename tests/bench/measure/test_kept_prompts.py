@@ -29,6 +29,8 @@ from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tasks.reasoning import Reasoning
 from kvtailor.bench.tasks.speed import Speed
+from kvtailor.hf.run.kept_prompt import difference
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 
 TEXT = generated_text(9000)
@@ -187,6 +189,28 @@ def test_plans_whose_evidence_cannot_be_one_get_a_prompt_each() -> None:
         for plan in plans:
             assert kept.filled(model, ids, kvtailor.cache_for(model, plan), last_only=True) is not None
     assert kept.forwards == 2
+
+
+def test_one_forward_gathers_for_plans_that_later_samples_have() -> None:
+    model = build("llama")
+    ids, _ = prompts((150,))
+    plans = [
+        Plan.parse(each)
+        for each in ("kivi(recent=32)", PLANS[0], "expected @ tokens=40", "snapkv(window=9) @ keep=0.4")
+    ]
+    for ahead, forwards in (((), 4), (plans, 1)):
+        kept = KeptPrompts(lasting=True)
+        kept.ahead = ahead
+        with torch.inference_mode():
+            for plan in plans:
+                kept.begin([plan])
+                cache = kvtailor.cache_for(model, plan)
+                assert kept.filled(model, ids, cache, last_only=True) is not None
+                own = kvtailor.cache_for(model, plan)
+                model(ids, **hand_cache(own), logits_to_keep=1)
+                assert difference(cache, own) is None
+                kept.end()
+        assert kept.forwards == forwards
 
 
 def test_the_model_has_its_own_attention_while_prompts_are_kept() -> None:

@@ -1,6 +1,6 @@
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from statistics import fmean
 
 import pytest
@@ -137,6 +137,22 @@ def test_a_full_plan_that_differs_from_the_model_is_caught():
     object.__setattr__(broken, "make_cache", lambda model, plan: DummyCache(keep=199))
     with pytest.raises(Fraud, match="identity"):
         run(broken, [FULL], [task()], bandwidth=False)
+
+
+class OnTwo(Perplexity):
+    own_windows = 2
+
+
+def test_the_full_plan_may_be_held_against_the_model_on_a_few_windows():
+    few = OnTwo(**{each.name: getattr(task(), each.name) for each in fields(Perplexity)})
+    assert plan_run([few], [FULL])[1] == plan_run([task()], [FULL])[1] - 6 == 10
+    steps = []
+    whole, [part] = bench(CountingModel()), bench(CountingModel(), tasks=[few], advance=steps.append)
+    assert len(steps) == 10 and part.metrics == whole[0].metrics
+    broken = subject(CountingModel())
+    object.__setattr__(broken, "make_cache", lambda model, plan: DummyCache(keep=199))
+    with pytest.raises(Fraud, match="identity"):
+        run(broken, [FULL], [few], bandwidth=False)
 
 
 def test_a_sentence_said_again_and_again_is_caught():

@@ -67,6 +67,7 @@ class KeptPrompts:
     Attributes:
         off: see above; also what has been found since.
         forwards: prompts that went through the model to be kept.
+        ahead: plans that later samples of the same prompts are going to have, so that one forward gathers for them too.
         later: forwards behind a prompt may begin at a later layer of the model.
         begun_later: how many did.
         peak: most bytes that were kept at once.
@@ -81,6 +82,7 @@ class KeptPrompts:
         self._sample = 0
         self._of: object = None
         self._model: str | None = None
+        self.ahead: Sequence[Plan] = ()
         self.later = True
         self.forwards = self.peak = self.begun_later = 0
 
@@ -327,7 +329,7 @@ class KeptPrompts:
     def _together(self, plan: Plan) -> Needs:
         """The needs of a plan and of those that are expected and can share one forward with it."""
         found = plan.needs.of_prompt
-        for other in self._expected:
+        for other in (*self._expected, *self.ahead):
             more = other.needs.of_prompt
             apart = found.moments and more.moments and found.moments_skip != more.moments_skip
             if other.prompt_pass == plan.prompt_pass and not apart:

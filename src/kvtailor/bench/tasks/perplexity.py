@@ -111,6 +111,7 @@ class Perplexity(PlanByPlan):
         least_distinct: see `checks.check_repetition`.
         state: 0: the windows that are spread evenly over the text. Any other chooses others at random, from another
             beginning, and is in every record.
+        own_windows: on how many of them 'full' is held against the model's own cache; None: on all.
     """
 
     name: ClassVar[str] = "perplexity"
@@ -135,6 +136,7 @@ class Perplexity(PlanByPlan):
     )
     values: ClassVar[tuple[str, ...]] = ("nll",)
     by_sample: ClassVar[bool] = True
+    own_windows: ClassVar[int | None] = None
     text: str
     source: str
     origin: str | None = None
@@ -175,7 +177,7 @@ class Perplexity(PlanByPlan):
 
     def units(self, contestants: int) -> int:
         # The null plan is held against the model's own cache, which takes as many steps once more.
-        return self.windows * (contestants + 1)
+        return self.windows * contestants + min(self.windows, self.own_windows or self.windows)
 
     def demand(self) -> Demand:
         tokens = self.continuation * (self.windows + _CHECKED)
@@ -228,8 +230,8 @@ class Perplexity(PlanByPlan):
         tried = shared.whole.check(contestant)
         scored = self._run(subject, contestant, windows, advance)
         if contestant.is_full:
-            shared.own = shared.own or self._run(subject, OWN_ROUNDED, windows, advance)
-            said = self._check_identity(subject, scored, shared.own, windows)
+            shared.own = shared.own or self._run(subject, OWN_ROUNDED, windows[: self.own_windows], advance)
+            said = self._check_identity(subject, scored[: self.own_windows], shared.own, windows)
             tried += () if said is None else (said,)
         nll = tuple(-float(s.mean()) for s, _ in scored)
         if not all(math.isfinite(x) for x in nll):

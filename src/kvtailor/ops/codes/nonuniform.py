@@ -294,12 +294,21 @@ def fit_levels(z: Tensor, used: Tensor, bits: int) -> Tensor:
     weight = _summed_by_point(left.flatten(), (counted - place).flatten().double(), runs * _POINTS)
     weight += _summed_by_point(left.flatten() + 1, place.flatten().double(), runs * _POINTS)
     weight = weight.view(runs, _POINTS)
-    moment = weight * torch.linspace(0, 1, _POINTS, dtype=torch.float64, device=z.device)
+    # (2, runs, points): weights, and their moments.
+    both = torch.stack([weight, weight * torch.linspace(0, 1, _POINTS, dtype=torch.float64, device=z.device)])
+    total = both.sum(-1, keepdim=True)
+    # A point's weight lies half on each side of it.
+    below = both.cumsum(-1) - both / 2
+    slope, nothing = below.diff(dim=-1), torch.zeros_like(total)
     levels = torch.linspace(0, 1, 2**bits, dtype=torch.float64, device=z.device).repeat(runs, 1)
     for _ in range(_ROUNDS):
-        border = (levels[:, 1:] + levels[:, :-1]) / 2
-        held = _between(weight, border)
-        levels = torch.where(held > _TINY, _between(moment, border) / held.clamp(min=_TINY), levels)
+        # (runs, levels - 1): the borders between the levels, as points.
+        border = (levels[:, 1:] + levels[:, :-1]) / 2 * (_POINTS - 1)
+        left = border.to(torch.int64).clamp_(max=_POINTS - 2)
+        index = left.expand(2, -1, -1)
+        inner = below.gather(-1, index) + (border - left) * slope.gather(-1, index)
+        held, moment = torch.cat([nothing, inner, total], -1).diff(dim=-1)
+        levels = torch.where(held > _TINY, moment / held.clamp(min=_TINY), levels)
     return levels.float().view(*shape, -1)
 
 
@@ -309,18 +318,6 @@ def _summed_by_point(point: Tensor, weight: Tensor, points: int) -> Tensor:
         return torch.bincount(point, weight, points)
     # A GPU would read the greatest point first, to learn the size, and the host would wait for it.
     return weight.new_zeros(points).index_add_(0, point, weight)
-
-
-def _between(weight: Tensor, border: Tensor) -> Tensor:
-    """(r, k + 1) what lies below, between and above the borders (r, k) within 0..1, of weights (r, points)."""
-    total = weight.sum(1, keepdim=True)
-    # A point's weight lies half on each side of it.
-    below = weight.cumsum(1) - weight / 2
-    place = border * (_POINTS - 1)
-    left = place.floor().clamp_(max=_POINTS - 2).to(torch.int64)
-    first = below.gather(1, left)
-    inner = first + (place - left) * (below.gather(1, left + 1) - first)
-    return torch.cat([torch.zeros_like(total), inner, total], 1).diff(dim=1)
 
 
 def _largest(dtype: torch.dtype) -> float:

@@ -5,6 +5,7 @@
 // the end. Sums are float32.
 #include "codes.h"
 #include "magnitudes.h"
+#include "nibbles.h"
 #include "numbers.h"
 #include "offset.h"
 #include "plain.h"
@@ -104,6 +105,13 @@ bool values_short(const Side& side) {
 #endif
 }
 
+// A side as it is read: with codes of 4 bits in place of narrower ones, where these are then taken as they lie.
+Side readable(const Side& side, bool (*fused)(const Side&)) {
+  if (!becomes_nibbles(side)) return side;
+  const Side nibbles = as_nibbles(side);
+  return fused(nibbles) ? nibbles : side;
+}
+
 // Where channel c comes to lie when the side's tokens are read as they are; `placed`: in the order of words.h.
 int64_t place(const Side& side, bool placed, int64_t c) {
   if (side.kind == GRID_CODES) {
@@ -142,13 +150,19 @@ int64_t lines(int64_t floats) { return (floats + 15) / 16 * 16; }
 // Words of scratch for the marks of a side.
 int64_t marks_of(const Side& side, int64_t slots) { return side.kind == FITTED_LEVELS ? lines(slots / MARKED + 1) : 0; }
 
+// Floats that a block of a side's tokens takes as codes of 4 bits.
+int64_t of_nibbles(bool made, const Side& side) { return NIBBLES && made ? lines(BLOCK * side.size / 8) : 0; }
+
 // Floats that a row of a side has, those of signs behind the others' of all rows.
 int64_t room_of(const Side& side) { return halves_of(side) * padded(without_signs(side).size); }
 
 // What all pieces of a call know, and how much scratch each thread has.
 struct Tables {
   const Call& call;
-  Side keys = without_signs(call.keys), values = without_signs(call.values);
+  // Keys that are turned are decoded first.
+  Side keys = call.turn ? without_signs(call.keys) : readable(without_signs(call.keys), keys_fused);
+  Side values = readable(without_signs(call.values), values_fused);
+  bool nibble_keys = NIBBLES && keys.bits != call.keys.bits, nibble_values = NIBBLES && values.bits != call.values.bits;
   // Those of keys that are turned have room for what is stored and for a head's channels, in their own order.
   int64_t wide_turned = call.turn ? padded(call.turn->size) : 0, wide_values = padded(values.size);
   int64_t wide_keys = padded(keys.size) > wide_turned ? padded(keys.size) : wide_turned;
@@ -195,7 +209,7 @@ struct Tables {
     const int64_t of_keys = 4 * wide_keys + (1 + groups_of(keys)) * BLOCK + W, of_values = 2 * (BLOCK * groups_of(values) + W);
     const int64_t shorts = coarse_map ? TILE * (padded_to_chunks(keys.size) / 2 + 1) : 0;
     const int64_t turned = BLOCK * angles + TILE * wide_turned + shorts;
-    return (cut_keys ? call.rows * OF_CUT : 0) + lines(queries + logits + (TILE + 3) * widest() + of_keys + of_values + W + turned);
+    return of_nibbles(nibble_keys, keys) + of_nibbles(nibble_values, values) + (cut_keys ? call.rows * OF_CUT : 0) + lines(queries + logits + (TILE + 3) * widest() + of_keys + of_values + W + turned);
   }
 
   SMALL_CODE void fill() const {
@@ -271,12 +285,14 @@ struct Piece {
   const Tables& tables;
   int64_t lane, rows = call.rows;  // `lane` may become another of the same owner
   float *cut, *query, *folded, *sums_at, *logits_at, *hidden, *tile, *scales, *key_scales, *value_scales, *angles, *turned;
-  float *of_whole, *whole_sums, *whole_query, *of_offset;
+  float *of_whole, *whole_sums, *whole_query, *of_offset, *key_nibbles, *value_nibbles;
   bool knows_angles = false;  // those of the block are there
 
   // Apart, since several functions begin with it.
   APART Piece(const Call& call, const Tables& tables, int64_t lane, float* scratch) : call(call), tables(tables), lane(lane) {
-    cut = scratch, query = cut + (tables.cut_keys ? rows * OF_CUT : 0);
+    key_nibbles = scratch, value_nibbles = key_nibbles + of_nibbles(tables.nibble_keys, tables.keys);
+    cut = value_nibbles + of_nibbles(tables.nibble_values, tables.values);
+    query = cut + (tables.cut_keys ? rows * OF_CUT : 0);
     folded = query + rows * tables.all_keys, sums_at = folded + rows * tables.wide_keys;
     logits_at = sums_at + padded(rows), hidden = logits_at + rows * BLOCK, tile = hidden + call.queries * BLOCK;
     scales = tile + TILE * tables.widest(), key_scales = scales + 3 * tables.widest();
@@ -393,6 +409,8 @@ struct Piece {
   }
 
   const char* data(const Side& side, int64_t first) const {
+    if (NIBBLES && tables.nibble_keys && &side == &tables.keys) return (const char*)key_nibbles + first % BLOCK * side.slot_bytes;
+    if (NIBBLES && tables.nibble_values && &side == &tables.values) return (const char*)value_nibbles + first % BLOCK * side.slot_bytes;
     if (call.starts) return (const char*)side.data + (call.starts[lane] + first) * side.slot_bytes;
     return (const char*)side.data + lane * side.lane_bytes + first * side.slot_bytes;
   }
@@ -516,6 +534,11 @@ struct Piece {
     });
   }
 
+  // Makes codes of 4 bits of a block's keys or values.
+  void nibbles(const Side& side, int64_t first, int64_t count, float* to) const {
+    to_nibbles(without_signs(side), data(side, first), count, (char*)to);
+  }
+
   // Scales of a run of tokens, in the order of what is multiplied with them.
   void table_of_run(const void* table, int64_t at, float* to) const {
     const Side& keys = tables.keys;
@@ -565,7 +588,7 @@ struct Piece {
     widen_table(keys, keys.step, lane * call.slots + first, count, step);
     if (keys.low) widen_table(keys, keys.low, lane * call.slots + first, count, low);
     else
-      for (int64_t t = 0; t < count; t++) low[t] = step[t] * -(float)((1 << (keys.bits - 1)) - 1);
+      for (int64_t t = 0; t < count; t++) low[t] = step[t] * -(float)((1 << (call.keys.bits - 1)) - 1);
     for (int64_t r = 0; r < rows; r++)
       for (int64_t t = 0; t < count; t++)
         logits_at[r * BLOCK + t] = logits_at[r * BLOCK + t] * step[t] + sums_at[r] * low[t];
@@ -604,6 +627,7 @@ struct Piece {
   }
 
   APART void logits_of_codes(int64_t first, int64_t count) const {
+    if (NIBBLES && tables.nibble_keys) nibbles(call.keys, first, count, key_nibbles);
     if (tables.keys.kind == CHANNEL_CODES) logits_by_run(first, count);
     else if (has_levels(tables.keys)) logits_by_level(first, count);
     else logits_by_token(first, count);
@@ -631,6 +655,7 @@ struct Piece {
 
   APART void sum_codes(int64_t first, int64_t count, float* out) const {
     const Side& values = tables.values;
+    if (NIBBLES && tables.nibble_values) nibbles(call.values, first, count, value_nibbles);
     if (has_levels(values)) return sum_levels(first, count, out);
     const int64_t groups = groups_of(values), at = (lane * call.slots + first) * groups;
     float *step = value_scales, *low = step + BLOCK * groups + W;
@@ -641,7 +666,7 @@ struct Piece {
     if (tables.short_values)
       return sums_of_short_tokens(logits_at, rows, step, values.low ? low : nullptr, values, from, count, out);
 #endif
-    const float zero = (float)((1 << (values.bits - 1)) - 1);
+    const float zero = (float)((1 << (call.values.bits - 1)) - 1);
     const bool uniform = groups == 1 || (groups <= MOST_GROUPS && values.group % sizeof(U) == 0);
     const bool coarse = uniform && values.scales != FLOAT32;
     const Scales found{step, values.low ? low : nullptr, tables.scale_lanes, nullptr, 1, groups, zero, coarse};

@@ -170,17 +170,16 @@ _KINDS: dict[CodeKind, tuple[int, Callable[[CodeLayout, Side, list[Tensor], list
 def padded_levels(levels: Tensor) -> Tensor:
     """Return ascending levels (n,), and zeros behind them until there are 16: a register of any width can load them.
 
-    Behind 16 levels come the same twice as whole numbers, for keys and for values, and what one of either is worth.
+    Behind 16 come the same twice as whole numbers, for keys and for values, and what one of either is worth.
     """
     # Made outside of any inference mode: a cached tensor must serve all callers.
     with torch.inference_mode(False):
-        padded = torch.cat([levels, levels.new_zeros(max(0, 16 - levels.shape[0]))])
-        if levels.shape[0] != 16:
-            return padded
-        whole = [_whole(levels, most) for most in MOST_WHOLE]
-        return torch.cat(
-            [padded, *(each for each, _ in whole), torch.tensor([unit for _, unit in whole], dtype=torch.float32)]
-        )
+        if levels.shape[0] > 16:
+            return levels.clone()
+        nothing, whole = levels.new_zeros(16 - levels.shape[0]), [_whole(levels, most) for most in MOST_WHOLE]
+        units = torch.tensor([unit for _, unit in whole], dtype=torch.float32)
+        tables = (levels, *(each for each, _ in whole))
+        return torch.cat([*(each for table in tables for each in (table, nothing)), units])
 
 
 def _whole(levels: Tensor, most: int) -> tuple[Tensor, float]:
