@@ -73,3 +73,22 @@ def test_where_machines_are_marked_only_those_time() -> None:
             assert {node for _, _, node in found} == {marked.node_id}
             spans = sorted((begin, end) for begin, end, _ in found)
             assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+
+
+def test_a_timed_call_has_all_processors_of_its_machine() -> None:
+    def overlap(one: Any, other: Any) -> bool:
+        return one is not other and one[0] < other[1] and other[0] < one[1]
+
+    with cluster_of(1, num_cpus=3) as (cluster, _), connect(cluster.address) as executor:
+        for _ in range(20):
+            # Until three processes have begun.
+            warm = values(executor, calls.span, [1.0] * 3, Resources())
+            if overlap(warm[0], warm[1]) and overlap(warm[1], warm[2]):
+                break
+        for number in range(9):
+            executor.submit(calls.span, 0.5, resources=Resources(exclusive=number in (3, 6)), tag=number)
+        spans = {outcome.tag: outcome.value for outcome in (executor.take() for _ in range(9))}
+    plain = [spans[number] for number in spans if number not in (3, 6)]
+    assert any(overlap(one, other) for one in plain for other in plain), "nothing ran beside anything"
+    for number in (3, 6):
+        assert not [each for each in spans.values() if overlap(spans[number], each)]
