@@ -72,7 +72,7 @@ def edited(line: str, draw: random.Random) -> str:
 
 
 def read_whole(folder: Path) -> None:
-    write(folder, folder / "pages")
+    write([folder], folder / "pages")
 
 
 def fuzz(records: list[Record], folder: Path, count: int, state: int) -> dict[str, int]:

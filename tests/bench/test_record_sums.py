@@ -68,7 +68,7 @@ def test_a_removed_value_is_refused(records, tmp_path) -> None:
     values = first(records, "perplexity").values["nll"]
     changed(records, tmp_path, "perplexity", values__nll=values[1:])
     with pytest.raises(RecordError, match=r"values.nll has 11 numbers, but samples is 12"):
-        write(tmp_path, tmp_path / "pages")
+        write([tmp_path], tmp_path / "pages")
 
 
 def test_a_record_with_fewer_samples_than_full_is_not_paired(records, tmp_path) -> None:
@@ -77,7 +77,7 @@ def test_a_record_with_fewer_samples_than_full_is_not_paired(records, tmp_path) 
     fields = {"samples": 11, "values__nll": values, "metrics__nll": nll, "metrics__perplexity": math.exp(nll)}
     place = first(records, "perplexity").text_hash
     changed([record for record in records if record.text_hash == place], tmp_path, "perplexity", **fields)
-    write(tmp_path, tmp_path / "pages")
+    write([tmp_path], tmp_path / "pages")
 
 
 def test_records_as_they_are_stay_readable(records, tmp_path) -> None:

@@ -74,7 +74,7 @@ def test_records_without_a_checksum_are_read_and_said(records: list[Record], tmp
     with pytest.warns(UserWarning, match="1 record has no checksum, so damage there would not be noticed"):
         assert read_records(tmp_path) == records
     with pytest.warns(UserWarning):
-        pages = write(tmp_path, tmp_path / "pages")
+        pages = write([tmp_path], tmp_path / "pages")
     assert "1 record has no checksum" in pages[0].read_text()
 
 
@@ -83,8 +83,8 @@ def test_one_text_under_two_names_can_be_left_out(records: list[Record], tmp_pat
     later = [replace(records[0], text="other name.txt", run="later", started="2999-01-01")]
     kept([*records, *later], tmp_path)
     with pytest.raises(Fraud, match=r"one text under two names: .*--leave-out 'text=other name.txt'"):
-        write(tmp_path, tmp_path)
-    write(tmp_path, tmp_path / "pages", without=["text=other name.txt"])
+        write([tmp_path], tmp_path)
+    write([tmp_path], tmp_path / "pages", without=["text=other name.txt"])
     page = (tmp_path / "pages" / "report.html").read_text()
     assert "records were left out as asked: text=other" in page
     assert Evaluation.load(tmp_path, leave_out=["text=other name.txt"]).records == tuple(records)

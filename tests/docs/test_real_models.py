@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import re
 import runpy
@@ -156,6 +157,40 @@ def test_anyone_makes_the_tables_again(folder, tmp_path):
     done = CliRunner().invoke(main, ["report", str(tmp_path / folder)])
     assert done.exit_code == 0, done.output
     assert (tmp_path / folder / "report.html").is_file()
+
+
+def test_one_leaderboard_has_both_models(tmp_path):
+    fields = [str(RECORDS / f"{folder}-field") for folder in SCRIPT["MODELS"].values()]
+    done = CliRunner().invoke(main, ["report", *fields, "--to", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    rows = list(csv.DictReader((tmp_path / "leaderboard-field.csv").open(encoding="utf-8", newline="")))
+    rankings = SCRIPT["read_rankings"]().values()
+    assert len({row["model"] for row in rows}) == len(fields) == 2
+    for ranking in rankings:
+        places = [ranking.full, *ranking.places]
+        found = [(row["plan"], row["novels, ΔNLL"]) for row in rows if row["model"] == ranking.last.model]
+        told = [place.scores.get("novels, ΔNLL") for place in places]
+        losses = ["" if score is None else str(score.difference.value) for score in told]
+        assert found == list(zip([place.plan for place in places], losses, strict=True))
+    # What is level on one model and leads on the other is one line.
+    page = (tmp_path / "leaderboard-field.html").read_text(encoding="utf-8")
+    assert re.search(
+        r"<code>h2o</code></td>(?:(?!</tr>).)*; level</small>(?:(?!</tr>).)*; leads</small>", page, re.DOTALL
+    )
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_sentence_names_the_verb_whose_options_it_has(folder):
+    """Records of `check` have no `--documents`, which `bench` has."""
+    run = summarise(latest(read_records(RECORDS / folder)))
+    for text in (run.advice.sentence, run.advice.next or "", run.headline, *run.footnotes):
+        said = re.findall(r"--[a-z-]+", text)
+        for verb, words in re.findall(r"kvtailor (\w+)((?: [^.;()]*?)? --[^.;()]*)", text):
+            known = {option for each in main.get_command(None, verb).params for option in each.opts}
+            for option in re.findall(r"--[a-z-]+", words):
+                assert option in known, text
+                said.remove(option)
+        assert not said, text
 
 
 def test_what_is_published_is_what_was_measured(tmp_path):

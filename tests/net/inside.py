@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["held_columns", "pages", "printed"]
+__all__ = ["held_columns", "leaderboards", "pages", "printed"]
 
 
 def held_columns(cache: Any) -> dict[int, Tensor]:
@@ -30,14 +31,25 @@ def held_columns(cache: Any) -> dict[int, Tensor]:
     return found
 
 
-def pages(folder: Path) -> dict[str, str]:
-    """Return every page of a folder of records by file name; see `kvtailor report`."""
+def leaderboards(folders: Sequence[Path]) -> dict[str, str]:
+    """Return the leaderboards of the models of several folders beside each other; see `kvtailor report`."""
+    return {name: text for name, text in pages(*folders).items() if name.startswith("leaderboard-")}
+
+
+def pages(*folders: Path) -> dict[str, str]:
+    """Return every page of folders of records by file name; see `kvtailor report`."""
     from kvtailor.bench.report.files import texts
+    from kvtailor.bench.report.suite.records import SuiteRun
     from kvtailor.bench.schema import latest, read_records
     from kvtailor.bench.suite.suite import read_suite
 
-    suites = [read_suite(path) for path in sorted((folder / "suites").glob("*.toml"))]
-    return texts(latest(read_records(folder)), suites)
+    records = {folder: latest(read_records(folder)) for folder in folders}
+    runs = [
+        SuiteRun(suite=read_suite(path), records=records[folder], folder=folder.name)
+        for folder in folders
+        for path in sorted((folder / "suites").glob("*.toml"))
+    ]
+    return texts(latest(each for found in records.values() for each in found), runs)
 
 
 def printed(folder: Path, width: int) -> str:

@@ -109,6 +109,10 @@ def _texts(inside: Any, tree: Path) -> Iterator[tuple[str, str]]:
         pages = inside.pages(folder) | {f"terminal-{width}.txt": inside.printed(folder, width) for width in (80, 160)}
         for name, text in pages.items():
             yield f"{folder.name}__{name}", text
+    # A tree from before has no such pages.
+    if hasattr(inside, "leaderboards"):
+        for name, text in inside.leaderboards(sorted(tree.glob("docs/records/*-field"))).items():
+            yield f"every-model__{name}", text
 
 
 def _signature(found: Any) -> str:

@@ -403,7 +403,7 @@ def _pages(out: Path | None, margins: Margins, without: Sequence[str]) -> None:
     from kvtailor.cli.report import write
 
     if out is not None:
-        made = write(out, out, margins, without)
+        made = write([out], out, margins, without)
         say(f"{made[0]} and {len(made) - 1} files beside it", dim=True, err=True)
 
 

@@ -103,7 +103,7 @@ def command(model: str, state: int, out: Path | None, as_json: bool) -> None:
         page = None
         if out is not None:
             took = f"This tour took {time.perf_counter() - begin:.0f} seconds; {expected} were expected."
-            page = write(out, out, said=(took,))[0]
+            page = write([out], out, said=(took,))[0]
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     seconds = time.perf_counter() - begin

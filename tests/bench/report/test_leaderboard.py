@@ -85,7 +85,7 @@ def test_a_suite_without_a_leaderboard_has_none(tmp_path):
 
 
 def test_the_page_stands_alone_and_reads_without_scripts(suite):
-    page = leaderboard_page(rank(suite, records_of(suite)), "made <i>up</i>", records_of(suite))
+    page = leaderboard_page([rank(suite, records_of(suite))], ["made <i>up</i>"], records_of(suite))
     assert not any(word in page for word in ("http://", "https://", "src=", "@import", "url("))
     assert "At equal bytes &lt;b&gt;: made-up" in page and "made &lt;i&gt;up" in page
     assert page.count('<table class="sortable of-plans') == 2
@@ -99,7 +99,7 @@ def test_the_page_stands_alone_and_reads_without_scripts(suite):
 def test_the_chart_has_what_each_plan_held_and_lost_in_each_column_that_says_something(suite):
     records = records_of(suite)
     ranking, by_key = rank(suite, records), {record.key: record for record in records}
-    data = data_of(leaderboard_page(ranking, "", records))
+    data = data_of(leaderboard_page([ranking], [""], records))
     plans = {each["number"]: each for each in data["plans"]}
     assert [each["label"] for each in data["plans"]][:2] == ["full", "over"] and plans["1"]["whole"]
     assert [each["name"] for each in data["asked"]] == ["text", "easy"]
@@ -116,7 +116,7 @@ def test_the_chart_has_what_each_plan_held_and_lost_in_each_column_that_says_som
 
 def test_the_csv_has_every_plan_with_its_interval_and_its_records(suite):
     found = rank(suite, records_of(suite))
-    rows = list(csv.DictReader(io.StringIO(as_csv(board_grid(found)))))
+    rows = list(csv.DictReader(io.StringIO(as_csv(board_grid([found])))))
     assert [row["named"] for row in rows][:3] == ["full", "best", "near"] and len(rows) == 10
     best, never = (next(row for row in rows if row["named"] == name) for name in ("best", "never"))
     assert float(best["text, low"]) < float(best["text"]) < float(best["text, high"]) and best["records"]

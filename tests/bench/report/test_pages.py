@@ -351,12 +351,12 @@ def test_the_front_is_what_no_other_point_beats(state):
 def test_pages_are_made_again_from_records_alone(tmp_path):
     lines = [each.to_json() for each in RECORDS]
     (tmp_path / "records-a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    written = write(tmp_path, tmp_path / "pages")
+    written = write([tmp_path], tmp_path / "pages")
     names = [path.name for path in written]
     assert names[:4] == ["report.html", "report.md", "results.csv", "table.tex"]
     assert "quality.tex" in names and all(path.stat().st_size for path in written)
     before = [path.read_text(encoding="utf-8") for path in written]
-    assert [path.read_text(encoding="utf-8") for path in write(tmp_path, tmp_path / "pages")] == before
+    assert [path.read_text(encoding="utf-8") for path in write([tmp_path], tmp_path / "pages")] == before
 
 
 def test_of_records_of_the_same_thing_the_latest_counts():

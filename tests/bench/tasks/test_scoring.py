@@ -57,7 +57,7 @@ def line(preset: registry.Preset) -> str:
 
 def ratio(shows: str, name: str, ours: dict, theirs: dict) -> object:
     cell = SuiteCell(
-        plan="p", tasks=(TaskSettings("speed", ()),), measure=f"paired.{name}", against="full", shows=shows
+        plan="p", written="p", tasks=(TaskSettings("speed", ()),), measure=f"paired.{name}", against="full", shows=shows
     )
     return measured(cell, [[record("p", "speed", values=ours)]], [[record("full", "speed", values=theirs)]])
 

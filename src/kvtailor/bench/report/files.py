@@ -9,20 +9,20 @@ from kvtailor.bench.report import Summary, summarise
 from kvtailor.bench.report.leaderboard import board_grid, leaderboard_page
 from kvtailor.bench.report.run_page import run_page
 from kvtailor.bench.report.suite.pages import SuitePages, suite_pages
-from kvtailor.bench.report.suite.ranking import rank
+from kvtailor.bench.report.suite.ranking import rank_each
+from kvtailor.bench.report.suite.records import SuiteRun, by_model
 from kvtailor.bench.report.suite.tables import provenance
 from kvtailor.bench.report.table import as_long_csv
 from kvtailor.bench.report.tables.grid import Grid, as_csv, as_latex, as_markdown, safe_markdown, visible
 from kvtailor.bench.report.tables.tables import main_grid, quality_grid, task_grids
 from kvtailor.bench.schema import Record
-from kvtailor.bench.suite.suite import Suite
 
 __all__ = ["markdown_page", "texts"]
 
 
 def texts(
     records: Sequence[Record],
-    suites: Sequence[Suite] = (),
+    runs: Sequence[SuiteRun] = (),
     margins: Margins | None = None,
     left_out: Sequence[str] = (),
 ) -> dict[str, str]:
@@ -30,20 +30,24 @@ def texts(
 
     The tables over all points are `NAME.tex`: quality, and of speed, memory, capacity and fidelity those that were
     measured. Tables of a suite are `suite-SUITE-TABLE.csv` and `.tex`; where it asks for a leaderboard, that is
-    `leaderboard-SUITE.html` and `.csv`.
+    `leaderboard-SUITE.html` and `.csv`, of all models that it was run on. Everything else is of the model that was
+    measured last.
 
     Args:
-        records: of one run, or of a folder of runs.
-        suites: those whose tables are wanted; one that has no record is passed over.
+        records: of one run, or of folders of runs.
+        runs: of the suites whose tables are wanted, each with records of its folder, which are among the first; one
+            that has no record is passed over.
         margins: what counts as no loss in the headline; None: the usual ones.
         left_out: sentences on what could not be read.
 
     Raises:
         ArgumentError: no records.
+        KvtailorError: two folders' runs of a suite cannot stand beside each other.
     """
     summary = summarise(records, margins, left_out)
-    made = [(suite, pages) for suite in suites if (pages := suite_pages(suite, records)) is not None]
-    filled = [pages for _, pages in made]
+    suites = {run.suite.name: [each for each in runs if each.suite.name == run.suite.name] for run in runs}
+    last = [max(each, key=_last_measured) for each in suites.values()]
+    filled = [pages for run in last if (pages := suite_pages(run.suite, run.records)) is not None]
     found = {
         "report.html": run_page(summary, filled),
         "report.md": markdown_page(summary, filled),
@@ -54,13 +58,20 @@ def texts(
         found[f"{grid.name}.tex"] = as_latex(grid) + "\n"
     for grid in (grid for pages in filled for grid in pages.grids):
         found |= {f"suite-{grid.name}.csv": as_csv(grid), f"suite-{grid.name}.tex": as_latex(grid) + "\n"}
-    for suite, _ in made:
-        ranking = rank(suite, records)
-        if ranking is not None:
-            found[f"leaderboard-{suite.name}.html"] = leaderboard_page(ranking, provenance(suite, records), records)
-            found[f"leaderboard-{suite.name}.csv"] = as_csv(board_grid(ranking))
+    for name, of_suite in suites.items():
+        models = by_model(of_suite)
+        rankings = rank_each(models)
+        if rankings:
+            lines = [provenance(run.suite, run.records, model=model) for model, run in models.items()]
+            found[f"leaderboard-{name}.html"] = leaderboard_page(rankings, lines, records)
+            found[f"leaderboard-{name}.csv"] = as_csv(board_grid(rankings))
     slash = r"\textbackslash{}"
     return {name: visible(text, slash if name.endswith(".tex") else "\\") for name, text in found.items()}
+
+
+def _last_measured(run: SuiteRun) -> str:
+    """When the newest record of any suite was begun."""
+    return max((record.started for record in run.records if record.asked is not None), default="")
 
 
 def markdown_page(summary: Summary, suites: Sequence[SuitePages] = ()) -> str:

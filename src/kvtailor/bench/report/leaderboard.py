@@ -1,8 +1,13 @@
-"""The leaderboard of a suite: its page, and all of it as one table, from records alone."""
+"""The leaderboard of a suite: its page, and all of it as one table, from records alone.
+
+Each model is ranked by itself. Of several models, a plan's places on all of them stand beside each other, and no number
+is of two models.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvtailor.bench.report.page import (
     DASH,
@@ -21,13 +26,16 @@ from kvtailor.bench.report.page import (
     render,
 )
 from kvtailor.bench.report.suite.ranking import FEWER, LEADS, LEVEL, WORSE, Place, RankedColumn, RankedScore, Ranking
-from kvtailor.bench.report.tables.grid import Cell, Grid, interval
+from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid, interval
+from kvtailor.bench.report.words import byte_text
 from kvtailor.bench.schema import Record
+from kvtailor.presets import FULL
 
 __all__ = ["board_grid", "leaderboard_page"]
 
 _SMALL_MODEL = 10**9
 _WORDS = {LEADS: "leads", LEVEL: "level", WORSE: "worse", FEWER: "behind with fewer bytes"}
+_SHADES = {LEADS: 0.2, LEVEL: 0.07}
 _NOTE = (
     "Each point is a plan: the share of the uncompressed bytes that it holds, and what it lost to 'full' there, with "
     "the 95 % interval. The line joins the front: no other plan has fewer bytes and loses less by its mean."
@@ -37,55 +45,168 @@ _LEADS = (
     "worse."
 )
 _SIZE = "Of the whole cache, as long as it was here: such as 300KiB, 2GiB or 25%. Longer contexts take more."
+_BESIDE = (
+    "All plans that stand at this budget on one of the models or more. Where one stands at another budget on a model, "
+    "its words there say so, and are of the plans of that budget. Dark: it leads here on that model; light: it is "
+    "level with what leads."
+)
 
 
-def leaderboard_page(ranking: Ranking, line: str, records: Sequence[Record]) -> str:
+@dataclass(frozen=True)
+class _Model:
+    """A model on the page.
+
+    Attributes:
+        ranking: of the plans on it.
+        name: what the page calls it; empty where it is the only one.
+    """
+
+    ranking: Ranking
+    name: str
+
+    @property
+    def columns(self) -> dict[str, RankedColumn]:
+        """Return by their labels the columns in which 'full' was measured."""
+        return {each.label: each for each in self.ranking.columns if each.full is not None}
+
+    @property
+    def on(self) -> str:
+        """Return which model something is on, as the end of a text; empty where there is no other."""
+        return f" on {self.name}" if self.name else ""
+
+    def head(self, label: str) -> str:
+        """Return the head of a column of this model."""
+        return f"{label}\n{self.name}" if self.name else label
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A plan of the suite.
+
+    Attributes:
+        text: as the suite has it, see `Place.written`.
+        places: on each model, in their order; None where the suite does not have it there.
+    """
+
+    text: str
+    places: tuple[Place | None, ...]
+
+    @property
+    def key(self) -> str:
+        """Return what tells it from other lines; of one model, its plan hash."""
+        return " ".join(DASH if place is None else place.plan_hash for place in self.places)
+
+    @property
+    def named(self) -> Place:
+        """Return a place with its name: where two plans of the suite are one on a model, that has the first's."""
+        places = [place for place in self.places if place is not None]
+        return next((place for place in places if place.written[0] == self.text), places[0])
+
+    def most(self, budget: float) -> float | None:
+        """Return the largest share of the bytes with which it stands at a budget; None: it stands nowhere there."""
+        return max((each.share or 0 for each in self.places if each and each.budget == budget), default=None)
+
+
+def leaderboard_page(rankings: Sequence[Ranking], lines: Sequence[str], records: Sequence[Record]) -> str:
     """Return the page as text.
 
     Args:
-        ranking: from `rank`.
-        line: which model, when, where and with what, from `provenance`.
+        rankings: of one suite, one for each model, from `rank_each`.
+        lines: for each which model, when, where and with what, from `provenance`.
         records: those that the plans were ranked by among them, for their bytes.
     """
-    budgets = [each for each in ranking.board.budgets if ranking.at(each)]
-    plans = _plans(ranking)
-    asked = list(_questions(ranking, plans, {record.key: record for record in records}))
+    models, board = _named(rankings), rankings[0].board
+    several, by_key = len(models) > 1, {record.key: record for record in records}
+    budgets = [each for each in board.budgets if any(ranking.at(each) for ranking in rankings)]
+    full, *others = _lines(models)
+    plans = _plans(full, others, several=several)
+    asked = list(_questions(models, [full, *others], plans, by_key))
+    size = f"{_SIZE} A share is one of the cache of the model that is chosen." if several else _SIZE
     parts = [
-        *([Part("front", "Bytes against loss", [Front(note=_NOTE, size=_SIZE)])] if asked else []),
-        Part("leaders", "Who leads", list(_leaders(ranking, budgets)), note=_LEADS),
+        *([Part("front", "Bytes against loss", [Front(note=_NOTE, size=size)])] if asked else []),
+        *([Part("models", "The models, uncompressed", [_uncompressed(models, by_key)])] if several else []),
+        Part("leaders", "Who leads", list(_leaders(models, budgets)), note=_LEADS),
         *(
-            Part(f"at-{_slug(each)}", f"{_percent(each)} of the bytes", blocks=[_table(ranking, each)])
+            Part(
+                f"at-{_slug(each)}",
+                f"{_percent(each)} of the bytes",
+                blocks=[_table(models, full, others, each)],
+                note=_BESIDE if several else "",
+            )
             for each in budgets
         ),
-        Part("rest", "Plans", list(_rest(ranking))),
+        Part("rest", "Plans", [block for model in models for block in _rest(model)]),
     ]
-    title = f"{ranking.board.title}: {ranking.last.model}"
-    return render(Page(title=title, about=line, rules=list(_rules(ranking)), parts=parts, plans=plans, questions=asked))
+    title = f"{board.title}: {', '.join(each.name or each.ranking.last.model for each in models)}"
+    rules = list(_rules(models))
+    return render(Page(title=title, about=" ".join(lines), rules=rules, parts=parts, plans=plans, questions=asked))
 
 
-def board_grid(ranking: Ranking) -> Grid:
-    """All plans at their budgets as one table, for CSV; `full` comes first."""
-    heads = ("plan", "family", "named", "budget", "bytes, %", *(each.label for each in ranking.columns), *ranking.timed)
+def board_grid(rankings: Sequence[Ranking]) -> Grid:
+    """All plans at their budgets as one table, for CSV; `full` comes first.
+
+    Of several models one stands below the other: `model` says which, `cache` in which dtype it holds keys and values,
+    and `in the suite` has the plan as it is written there, the same for all of them.
+
+    Args:
+        rankings: of one suite, one for each model, from `rank_each`.
+    """
+    several = len(rankings) > 1
+    labels = list(dict.fromkeys(each.label for ranking in rankings for each in ranking.columns))
+    timed = list(dict.fromkeys(label for ranking in rankings for label in ranking.timed))
+    of_model = ("model", "cache", "in the suite") if several else ()
     rows, plans = [], []
-    for place in (ranking.full, *ranking.places):
-        budget = Cell() if place.budget is None else _number(100 * place.budget, 2)
-        rows.append(
-            (
-                _text(place.plan),
-                _text(place.family),
-                _text(place.label),
-                budget,
-                _bytes(place),
-                *(_score_cell(column, place) for column in ranking.columns),
-                *(_time(place, label) for label in ranking.timed),
+    for ranking in rankings:
+        columns = {each.label: each for each in ranking.columns}
+        held = ranking.last.held_in
+        for place in (ranking.full, *ranking.places):
+            told = (ranking.last.model, held, " or ".join(place.written))
+            rows.append(
+                (
+                    _text(place.plan),
+                    *(map(_text_or_none, told) if several else ()),
+                    _text(place.family),
+                    _text(place.label),
+                    EMPTY if place.budget is None else _number(100 * place.budget, 2),
+                    _bytes(place),
+                    *(_score_cell(columns[each], place) if each in columns else EMPTY for each in labels),
+                    *(_time(place, label) for label in timed),
+                )
             )
-        )
-        plans.append(place.plan_hash)
-    return Grid(name="leaderboard", title=ranking.board.title, heads=heads, rows=tuple(rows), plans=tuple(plans))
+            plans.append(place.plan_hash)
+    heads = ("plan", *of_model, "family", "named", "budget", "bytes, %", *labels, *timed)
+    return Grid(name="leaderboard", title=rankings[0].board.title, heads=heads, rows=tuple(rows), plans=tuple(plans))
 
 
-def _rules(ranking: Ranking) -> Iterator[str]:
-    board = ranking.board
+def _named(rankings: Sequence[Ranking]) -> list[_Model]:
+    """The models with their names: the last parts, where these tell them apart."""
+    whole = [ranking.last.model for ranking in rankings]
+    short = [name.rstrip("/").rsplit("/", 1)[-1] for name in whole]
+    names = [""] if len(whole) == 1 else short if len(set(short)) == len(short) else whole
+    return [_Model(ranking, name) for ranking, name in zip(rankings, names, strict=True)]
+
+
+def _lines(models: Sequence[_Model]) -> list[_Line]:
+    """The plans in the order in which the budgets have them, 'full' first, and those that stand at none last."""
+    board = models[0].ranking.board
+    by_text = [{text: place for place in each.ranking.places for text in place.written} for each in models]
+    found: dict[str, _Line] = {}
+    for text in dict.fromkeys(text for places in by_text for text in places):
+        line = _Line(text, tuple(places.get(text) for places in by_text))
+        found.setdefault(line.key, line)
+    placed = [line for budget in board.budgets for line in _at(list(found.values()), budget)]
+    first = {line.key: line for line in [*placed, *found.values()]}
+    return [_Line(FULL, tuple(each.ranking.full for each in models)), *first.values()]
+
+
+def _at(lines: Sequence[_Line], budget: float) -> list[_Line]:
+    """The lines of which a place stands at a budget, from many bytes to few."""
+    there = [(most, line) for line in lines if (most := line.most(budget)) is not None]
+    return [line for _, line in sorted(there, key=lambda each: -each[0])]
+
+
+def _rules(models: Sequence[_Model]) -> Iterator[str]:
+    board, several = models[0].ranking.board, len(models) > 1
     yield (
         "A plan stands at the smallest budget that its measured bytes fit, at most "
         f"{100 * board.tolerance:g} % above it. Losses are paired with 'full' on the same samples; intervals "
@@ -98,71 +219,167 @@ def _rules(ranking: Ranking) -> Iterator[str]:
         "fewer bytes than the leader, or less still, is not called worse: bytes that it does not use may be what it "
         "lacks."
     )
-    if ranking.last.parameters and ranking.last.parameters < _SMALL_MODEL:
+    if several:
         yield (
-            f"This model has {ranking.last.parameters / 1e6:.1f} million parameters. What holds here need not hold on "
-            "a model of billions, and the other way round."
+            "Each model is ranked by itself, among the plans that were measured on it; no number here is of two "
+            "models, and none is averaged over them. A line is one plan of the suite: where it has a share of the "
+            "bytes as its budget, the tokens that it keeps for it were found for each model. Shares are of the "
+            f"uncompressed cache, {', '.join(f'{each.name} in {each.ranking.last.held_in}' for each in models)}."
         )
+    sizes = [(each.name or "This model", each.ranking.last.parameters or 0) for each in models]
+    small = [f"{name} has {count / 1e6:.1f} million parameters" for name, count in sizes if 0 < count < _SMALL_MODEL]
+    if small:
+        yield (f"{', '.join(small)}. What holds here need not hold on a model of billions, and the other way round.")
 
 
-def _plans(ranking: Ranking) -> dict[str, Plan]:
-    """The plans in the order in which the budgets have them, 'full' first, and those that stand at none last."""
-    placed = [place for budget in ranking.board.budgets for place in ranking.at(budget)]
-    places = [ranking.full, *placed, *(place for place in ranking.places if place.budget is None)]
-    order = {place.plan_hash: place for place in places}
+def _plans(full: _Line, others: Sequence[_Line], *, several: bool) -> dict[str, Plan]:
     return {
-        plan: Plan(
+        line.key: Plan(
             number=str(number),
-            label=place.label,
-            plan=place.plan,
-            kind="pf" if place is ranking.full else colour(number - 2),
-            whole=place is ranking.full,
+            label=line.named.label,
+            plan=line.text if several else line.named.plan,
+            kind="pf" if line is full else colour(number - 2),
+            whole=line is full,
         )
-        for number, (plan, place) in enumerate(order.items(), 1)
+        for number, line in enumerate([full, *others], 1)
     }
 
 
 def _questions(
-    ranking: Ranking, plans: Mapping[str, Plan], records: Mapping[str, Record]
+    models: Sequence[_Model], lines: Sequence[_Line], plans: Mapping[str, Plan], records: Mapping[str, Record]
 ) -> Iterator[dict[str, object]]:
-    """What each plan held and lost in each column that says something."""
-    whole = plans[ranking.full.plan_hash].number
-    for column in (each for each in ranking.columns if each.full is not None and each.silent is None):
-        sign, scale = -1 if column.higher else 1, 100 if column.hits else 1
-        points, full, tokens = [], 0, None
-        for place in ranking.places:
-            score = place.scores.get(column.label)
-            held = [records[key] for key in score.keys if key in records] if score is not None else []
-            heaviest = max(held, key=lambda record: record.bytes_full or 0, default=None)
-            if score is None or heaviest is None or not heaviest.bytes_held or not heaviest.bytes_full:
-                continue
-            if heaviest.bytes_full > full:
-                full, tokens = heaviest.bytes_full, heaviest.tokens_seen
-            low, high = (None if e is None else sign * scale * e for e in (score.difference.low, score.difference.high))
-            low, high = (high, low) if sign < 0 else (low, high)
-            share = heaviest.bytes_held / heaviest.bytes_full
-            loss = sign * scale * score.difference.value
-            points.append(Point(plans[place.plan_hash].number, heaviest.bytes_held, share, loss, low, high))
-        if points:
-            unit = "points of right answers" if column.hits else "nats per token"
-            axis = f"{unit} lost" if column.hits else f"{unit} over full"
-            yield question(column.label, axis, unit, full, points, whole=whole, tokens=tokens)
+    """What each plan held and lost on each model in each column that says something."""
+    for label in _labels(models):
+        for index, model in enumerate(models):
+            column = model.columns.get(label)
+            if column is not None and column.silent is None:
+                numbers: dict[str, str] = {}
+                for line in lines:
+                    place = line.places[index]
+                    if place is not None:
+                        numbers.setdefault(place.plan_hash, plans[line.key].number)
+                asked = _question(model, column, numbers, records)
+                if asked is not None:
+                    yield asked
 
 
-def _leaders(ranking: Ranking, budgets: Sequence[float]) -> Iterator[Block]:
+def _question(
+    model: _Model, column: RankedColumn, numbers: Mapping[str, str], records: Mapping[str, Record]
+) -> dict[str, object] | None:
+    """What each plan held and lost in a column; None where there is no point.
+
+    Args:
+        model: of the column.
+        column: one that says something.
+        numbers: of the plans on the page, by their plan hash on this model.
+        records: by key.
+    """
+    sign, scale = -1 if column.higher else 1, 100 if column.hits else 1
+    points, full, tokens, written = [], 0, None, {}
+    for place in model.ranking.places:
+        score = place.scores.get(column.label)
+        heaviest = _heaviest(score, records)
+        if score is None or heaviest is None or not heaviest.bytes_held or not heaviest.bytes_full:
+            continue
+        if heaviest.bytes_full > full:
+            full, tokens = heaviest.bytes_full, heaviest.tokens_seen
+        low, high = (None if e is None else sign * scale * e for e in (score.difference.low, score.difference.high))
+        low, high = (high, low) if sign < 0 else (low, high)
+        share = heaviest.bytes_held / heaviest.bytes_full
+        loss = sign * scale * score.difference.value
+        points.append(Point(numbers[place.plan_hash], heaviest.bytes_held, share, loss, low, high))
+        written[numbers[place.plan_hash]] = place.plan
+    if not points:
+        return None
+    unit = "points of right answers" if column.hits else "nats per token"
+    axis = f"{unit} lost" if column.hits else f"{unit} over full"
+    held = model.ranking.last.held_in
+    own = {"plans": written, "full_text": f"{byte_text(full)} in {held}"} if model.name else {}
+    whole = numbers[model.ranking.full.plan_hash]
+    return question(column.label + model.on, axis, unit, full, points, whole=whole, tokens=tokens, **own)
+
+
+def _heaviest(score: RankedScore | None, records: Mapping[str, Record]) -> Record | None:
+    """Of the records behind a score the one with the most uncompressed bytes; None without any."""
+    held = [records[key] for key in score.keys if key in records] if score is not None else []
+    return max(held, key=lambda record: record.bytes_full or 0, default=None)
+
+
+def _labels(models: Sequence[_Model]) -> list[str]:
+    """The columns in which 'full' was measured on any model."""
+    return list(dict.fromkeys(label for model in models for label in model.columns))
+
+
+def _uncompressed(models: Sequence[_Model], records: Mapping[str, Record]) -> Table:
+    """What each model is, and what its uncompressed cache takes and reaches."""
+    labels = _labels(models)
+    rows = []
+    for model in models:
+        last, full = model.ranking.last, model.ranking.full
+        every = [_heaviest(score, records) for score in full.scores.values()]
+        longest = max(
+            (each for each in every if each is not None), key=lambda each: each.tokens_seen or 0, default=None
+        )
+        seen = None if longest is None else longest.tokens_seen
+        size = None if longest is None else longest.bytes_full
+        rows.append(
+            (
+                _text(model.name),
+                EMPTY if not last.parameters else _number(last.parameters / 1e6, 1),
+                _text_or_none(last.held_in),
+                EMPTY if seen is None else _number(seen, 0, f"{seen:,}"),
+                EMPTY if size is None else _number(size, 0, byte_text(size)),
+                *(_full_cell(model.columns.get(label)) for label in labels),
+            )
+        )
+    heads = ("model", "parameters,\nmillions", "cache", "tokens\nat most", "bytes", *labels)
+    names = tuple(model.name for model in models)
+    return Table(grid=Grid(name="models", title="models", heads=heads, rows=tuple(rows), plans=names), numbered=False)
+
+
+def _full_cell(column: RankedColumn | None) -> Cell:
+    """What 'full' itself has in a column."""
+    if column is None or column.full is None:
+        return EMPTY
+    found, silent = column.full, "; says nothing here" if column.silent else ""
+    if not column.hits:
+        return Cell(text=f"{found.value:.3f}", value=found.value, interval=f"nats, {found.count} samples{silent}")
+    ends = interval([None if e is None else 100 * e for e in (found.low, found.high)], 0)
+    return Cell(text=f"{100 * found.value:.0f} %", value=found.value, interval=f"{ends} % of {found.count}{silent}")
+
+
+def _leaders(models: Sequence[_Model], budgets: Sequence[float]) -> Iterator[Block]:
     """Who leads at each budget, and how many are level with it."""
-    columns = [each for each in ranking.columns if each.full is not None]
-    yield from (Text(lead=f"{each.label}.", text=each.silent) for each in ranking.columns if each.silent)
-    rows = tuple(
-        (_number(100 * budget, 1, f"{_percent(budget)}"), *(_leader(ranking, budget, column) for column in columns))
-        for budget in budgets
-    )
-    heads = ("bytes", *(each.label for each in columns))
-    grid = Grid(name="leaders", title="who leads", heads=heads, rows=rows, plans=tuple(map(_percent, budgets)))
+    yield from _silent(models)
+    labels, several = _labels(models), len(models) > 1
+    rows, plans = [], []
+    for budget in budgets:
+        for model in models:
+            if model.ranking.at(budget):
+                name = [_text(model.name)] if several else []
+                cells = (_leader(model.ranking, budget, model.columns.get(label)) for label in labels)
+                rows.append((_number(100 * budget, 1, _percent(budget)), *name, *cells))
+                plans.append(f"{_percent(budget)}{model.on}")
+    heads = ("bytes", *(["model"] if several else []), *labels)
+    grid = Grid(name="leaders", title="who leads", heads=heads, rows=tuple(rows), plans=tuple(plans))
     yield Table(grid=grid, numbered=False)
 
 
-def _leader(ranking: Ranking, budget: float, column: RankedColumn) -> Cell:
+def _silent(models: Sequence[_Model]) -> Iterator[Text]:
+    """Why a column says nothing, once where that is so on all models."""
+    found: dict[tuple[str, str], list[_Model]] = {}
+    for model in models:
+        for column in model.ranking.columns:
+            if column.silent:
+                found.setdefault((column.label, column.silent), []).append(model)
+    for (label, why), there in found.items():
+        on = "" if len(there) == len(models) else f" on {' and '.join(model.name for model in there)}"
+        yield Text(lead=f"{label}{on}.", text=why)
+
+
+def _leader(ranking: Ranking, budget: float, column: RankedColumn | None) -> Cell:
+    if column is None:
+        return Cell(text=DASH, interval="not measured")
     if column.silent is not None:
         return Cell(text=DASH, interval="says nothing here")
     found = [(place, place.scores[column.label]) for place in ranking.at(budget) if column.label in place.scores]
@@ -175,35 +392,49 @@ def _leader(ranking: Ranking, budget: float, column: RankedColumn) -> Cell:
     return Cell(text=best.label, interval=words)
 
 
-def _table(ranking: Ranking, budget: float) -> Table:
-    columns = [each for each in ranking.columns if each.full is not None]
-    places = [ranking.full, *ranking.at(budget)]
+def _table(models: Sequence[_Model], full: _Line, others: Sequence[_Line], budget: float) -> Table:
+    """The plans of a budget, with a column for each model beside that of the others.
+
+    Of several models the losses come first, which a narrow window then shows beside each other, and no family.
+    """
+    several, lines = len(models) > 1, [full, *_at(others, budget)]
+    each = list(enumerate(models))
+    scored = [(i, model.columns[label]) for label in _labels(models) for i, model in each if label in model.columns]
+    timed = [(i, label) for i, model in each for label in model.ranking.timed]
     grid = Grid(
         name=f"leaderboard-{_slug(budget)}",
         title=f"plans at {_percent(budget)} of the bytes",
-        heads=("plan", "family", "bytes, %", *(each.label for each in columns), *ranking.timed),
+        heads=(
+            "plan",
+            *(["family", "bytes, %"] if not several else []),
+            *(models[i].head(column.label) for i, column in scored),
+            *((model.head("bytes, %") for model in models) if several else ()),
+            *(models[i].head(label) for i, label in timed),
+        ),
         rows=tuple(
             (
-                _text(place.label),
-                _text(place.family),
-                _bytes(place),
-                *(_score_cell(column, place) for column in columns),
-                *(_time(place, label) for label in ranking.timed),
+                _text(line.named.label),
+                *([_text(line.named.family), _bytes(line.named)] if not several else []),
+                *(_score_cell(column, line.places[i], budget, shaded=several) for i, column in scored),
+                *(map(_bytes, line.places) if several else ()),
+                *(_time(line.places[i], label) for i, label in timed),
             )
-            for place in places
+            for line in lines
         ),
-        plans=tuple(place.plan_hash for place in places),
+        plans=tuple(line.key for line in lines),
     )
-    return Table(grid=grid, classes={ranking.full.plan_hash: "full"})
+    return Table(grid=grid.without_empty_columns() if several else grid, classes={full.key: "full"})
 
 
-def _rest(ranking: Ranking) -> Iterator[Block]:
+def _rest(model: _Model) -> Iterator[Block]:
     """The plans as they are written, and those that stand at no budget, each with the reason."""
-    written = [(place.label, place.plan) for place in ranking.places if place.budget]
-    yield Facts(facts=written, summary="The plans as they are written", definitions=True)
-    rest = [place for place in ranking.places if place.budget is None]
+    places = model.ranking.places
+    written = [(place.label, place.plan) for place in places if place.budget]
+    yield Facts(facts=written, summary=f"The plans as they are written{model.on}", definitions=True)
+    rest = [place for place in places if place.budget is None]
     if rest:
-        yield Texts(heading="At no budget", texts=[f"{each.label}, {each.plan}: {_why(each)}" for each in rest])
+        texts = [f"{each.label}, {each.plan}: {_why(each)}" for each in rest]
+        yield Texts(heading=f"At no budget{model.on}", texts=texts)
 
 
 def _why(place: Place) -> str:
@@ -212,20 +443,29 @@ def _why(place: Place) -> str:
     return place.missing or "it was not measured"
 
 
-def _score_cell(column: RankedColumn, place: Place) -> Cell:
-    score = place.scores.get(column.label)
-    if score is None:
-        return Cell()
+def _score_cell(
+    column: RankedColumn, place: Place | None, budget: float | None = None, *, shaded: bool = False
+) -> Cell:
+    """What a plan lost in a column.
+
+    Args:
+        column: of the model that the place is on.
+        place: None: the plan has none there.
+        budget: at which it is shown; its words say where it stands if that is another. None: they do not.
+        shaded: whether a standing at that budget is a colour too.
+    """
+    score = None if place is None else place.scores.get(column.label)
+    if place is None or score is None:
+        return EMPTY
     ends = (score.difference.low, score.difference.high)
     known = (ends[0], ends[1]) if ends[0] is not None and ends[1] is not None else None
     return Cell(
         text=_mean(column, score),
         value=score.difference.value,
-        interval=_small(
-            column, score, whole=place.budget is None and place.share is not None and place.label == "full"
-        ),
+        interval=_small(column, score, place, budget),
         ends=known,
         keys=score.keys,
+        shade=_SHADES.get(score.standing or "") if shaded and place.budget == budget else None,
     )
 
 
@@ -233,8 +473,8 @@ def _mean(column: RankedColumn, score: RankedScore) -> str:
     return f"{100 * score.mean:.0f} %" if column.hits else f"{score.difference.value:+.3f}"
 
 
-def _small(column: RankedColumn, score: RankedScore, *, whole: bool) -> str | None:
-    if whole:
+def _small(column: RankedColumn, score: RankedScore, place: Place, budget: float | None) -> str | None:
+    if place.budget is None and place.share is not None and place.label == FULL:
         ends = (None, None) if column.full is None else (column.full.low, column.full.high)
         shown = interval([None if e is None else 100 * e for e in ends], 0) if column.hits else f"{score.mean:.3f} nats"
         return shown if shown is None or not column.hits else f"{shown} %"
@@ -244,15 +484,18 @@ def _small(column: RankedColumn, score: RankedScore, *, whole: bool) -> str | No
         between = f"{100 * score.difference.value:+.0f} ({between})"
     else:
         between = interval(ends, 3, signed=True) or "too few samples for an interval"
-    return between if score.standing is None else f"{between}; {_WORDS[score.standing]}"
+    elsewhere = budget is not None and place.budget != budget
+    away = ("at no budget" if place.budget is None else f"at {_percent(place.budget)}") if elsewhere else ""
+    standing = " ".join(filter(None, [_WORDS.get(score.standing or "", ""), away]))
+    return f"{between}; {standing}" if standing else between
 
 
-def _bytes(place: Place) -> Cell:
-    return Cell() if place.share is None else _number(100 * place.share, 1)
+def _bytes(place: Place | None) -> Cell:
+    return EMPTY if place is None or place.share is None else _number(100 * place.share, 1)
 
 
-def _time(place: Place, label: str) -> Cell:
-    return _number(place.times[label], 2) if label in place.times else Cell()
+def _time(place: Place | None, label: str) -> Cell:
+    return _number(place.times[label], 2) if place is not None and label in place.times else EMPTY
 
 
 def _number(value: float, digits: int, text: str = "") -> Cell:
@@ -261,6 +504,10 @@ def _number(value: float, digits: int, text: str = "") -> Cell:
 
 def _text(text: str) -> Cell:
     return Cell(text=text, value=text)
+
+
+def _text_or_none(text: str | None) -> Cell:
+    return EMPTY if text is None else _text(text)
 
 
 def _percent(share: float) -> str:

@@ -44,6 +44,8 @@ class SuiteCell:
 
     Attributes:
         plan: in one line.
+        written: the plan as the suite has it, the same for every model: with `share=` where `plan` has the `keep=`
+            that was found for the model at hand.
         tasks: the tasks whose records hold it; of several, the mean.
         measure: `metrics.NAME`, `timings.NAME` (median), `mean.NAME`, `geometric.NAME` (for ratios) and `paired.NAME`
             (of the samples, with an interval), a field of a record, or `kept`, `reduction`, `compression` of its bytes.
@@ -55,6 +57,7 @@ class SuiteCell:
     """
 
     plan: str
+    written: str
     tasks: tuple[TaskSettings, ...]
     measure: str
     against: str | None = None
@@ -182,8 +185,10 @@ class _Reader:
         tasks = tuple(self._asked(str(found["task"]), scope, where))
         for kind in dict.fromkeys(task.kind for task in tasks if task.kind in KINDS):
             self.faults.extend(f"{where}: {fault}" for fault in measure_faults(kind, str(found["value"])))
+        plan = " ".join(str(found["plan"]).split())
         return SuiteCell(
-            plan=" ".join(str(found["plan"]).split()),
+            plan=plan,
+            written=plan,
             tasks=tasks,
             measure=str(found["value"]),
             against=" ".join(str(against or FULL).split()) if compares else None,

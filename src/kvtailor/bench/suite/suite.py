@@ -286,7 +286,8 @@ def _budgeted(tables: Iterable[SuiteTable], known: Mapping[str, str]) -> list[Su
         return known.get(plan) or _SHARE.sub("keep=", plan)
 
     def cell_of(cell: SuiteCell) -> SuiteCell:
-        return replace(cell, plan=of(cell.plan), against=None if cell.against is None else of(cell.against))
+        against = None if cell.against is None else of(cell.against)
+        return replace(cell, plan=of(cell.plan), written=cell.plan, against=against)
 
     return [
         replace(table, rows=tuple(replace(row, cells=tuple(map(cell_of, row.cells))) for row in table.rows))
@@ -402,6 +403,11 @@ class Leaderboard:
     def budget_of(self, share: float) -> float | None:
         """Return the smallest budget that a share of the bytes fits; None where it fits none."""
         return min((each for each in self.budgets if share <= each * (1 + self.tolerance)), default=None)
+
+    @property
+    def rules(self) -> str:
+        """How plans are ranked, as a suite's file has it: two leaderboards of the same rules have the same text."""
+        return f"budgets = {list(self.budgets)}, tolerance = {self.tolerance:g}, least_right = {self.least_right:g}"
 
 
 def read_leaderboard(raw: Mapping[str, Any], faults: list[str]) -> Leaderboard | None:

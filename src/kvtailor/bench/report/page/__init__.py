@@ -346,7 +346,8 @@ def question(
         full: bytes of the uncompressed cache.
         points: of the plans.
         whole: number of 'full', which loses 0 at all bytes, where it may be on the front; None: it is not asked.
-        more: `tokens` that the cache held, `limit` and `loss_limit` to draw, `plan`: the number of one to ring.
+        more: `tokens` that the cache held, `limit` and `loss_limit` to draw, `plan`: the number of one to ring,
+            `plans`: their texts by number, where they are not those of the page's plans.
     """
     places = [(each.share, each.loss, each.number) for each in points] + ([] if whole is None else [(1.0, 0.0, whole)])
     return {

@@ -208,7 +208,7 @@ const asked = data.asked.map(each => {
     const plan = planOf.get(number), lost = `${lossWords(loss, low, high)} ${each.unit}`;
     const held = `${bytes_text}, ${+(100 * share).toPrecision(3)} % of the uncompressed`;
     return {
-      ...plan, bytes, share, loss, low, high, held, lost, best: front.has(number), name: shortName(plan.label),
+      ...plan, ...each.plans && {plan: each.plans[number]}, bytes, share, loss, low, high, held, lost, best: front.has(number), name: shortName(plan.label),
       shape: plan.shape ?? (plan.kind.includes('again') ? 'square' : 'circle'),
       described: `${number}: ${plan.label}. ${held}; loss ${lost}`,
     };

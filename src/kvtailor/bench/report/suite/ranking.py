@@ -17,13 +17,26 @@ from kvtailor.bench.measure.equivalence import ERROR, losses_of, outcome
 from kvtailor.bench.measure.paired_hits import share, share_difference
 from kvtailor.bench.measure.statistics import Estimate, mean_difference
 from kvtailor.bench.report.suite.numbers import SHARES, documents_of, paired_samples, point_of
-from kvtailor.bench.report.suite.records import alike, by_task
+from kvtailor.bench.report.suite.records import SuiteRun, alike, by_task
 from kvtailor.bench.schema import Record
 from kvtailor.bench.suite.cells import SuiteCell
 from kvtailor.bench.suite.suite import Leaderboard, Suite
+from kvtailor.errors import KvtailorError
 from kvtailor.presets import FULL
 
-__all__ = ["FEWER", "LEADS", "LEVEL", "WORSE", "RankedColumn", "Place", "Ranking", "RankedScore", "difference", "rank"]
+__all__ = [
+    "FEWER",
+    "LEADS",
+    "LEVEL",
+    "WORSE",
+    "Place",
+    "RankedColumn",
+    "RankedScore",
+    "Ranking",
+    "difference",
+    "rank",
+    "rank_each",
+]
 
 LEADS, LEVEL, WORSE, FEWER = "leads", "level", "worse", "fewer bytes"
 _FEWER_BYTES = 0.95
@@ -75,6 +88,7 @@ class Place:
         family: the title of its table.
         label: its name there.
         plan: in one line.
+        written: the same as the suite has it, see `SuiteCell.written`; of several rows that are one plan here, each.
         plan_hash: of its records.
         share: the most of the uncompressed bytes that any of its records holds; None where none was measured.
         budget: the smallest that it fits; None for 'full', and where it fits none.
@@ -86,6 +100,7 @@ class Place:
     family: str
     label: str
     plan: str
+    written: tuple[str, ...]
     plan_hash: str
     share: float | None
     budget: float | None
@@ -126,6 +141,7 @@ class _Row:
     family: str
     label: str
     plan: str
+    written: tuple[str, ...]
     plan_hash: str
     missing: tuple[str, ...]
     cells: Mapping[str, SuiteCell]
@@ -157,7 +173,7 @@ def rank(suite: Suite, records: Sequence[Record], *, model: str | None = None) -
     others = [each for each in places if each.plan_hash != full_hash]
     own = next((each for each in places if each.plan_hash == full_hash), None)
     if own is None:
-        row = _Row("", FULL, FULL, full_hash, (), every)
+        row = _Row("", FULL, FULL, (FULL,), full_hash, (), every)
         own = _place(suite.leaderboard, row, columns, of_task, timed, full_hash)
     standing = _standings(suite.leaderboard, others, columns, ranked, of_task, rows)
     return Ranking(
@@ -170,16 +186,50 @@ def rank(suite: Suite, records: Sequence[Record], *, model: str | None = None) -
     )
 
 
+def rank_each(runs: Mapping[str, SuiteRun]) -> list[Ranking]:
+    """The plans of a suite on each model, each ranked by itself; empty where the suite asks for no leaderboard.
+
+    Args:
+        runs: from `by_model`.
+
+    Raises:
+        KvtailorError: models are ranked by other budgets or rules, or a column is of other values on them, so that
+            they cannot stand beside each other.
+    """
+    found = [each for model, run in runs.items() if (each := rank(run.suite, run.records, model=model)) is not None]
+    for other in found[1:]:
+        if differing := _other_rules(found[0], other):
+            raise KvtailorError(
+                f"asked for one leaderboard of {found[0].last.model} and {other.last.model}, whose suites differ "
+                f"({differing}): report each folder by itself"
+            )
+    return found
+
+
+def _other_rules(one: Ranking, other: Ranking) -> str:
+    """What forbids that two rankings stand beside each other; empty where nothing does."""
+    if one.board.rules != other.board.rules:
+        return f"{one.board.rules}; {other.board.rules}"
+    names = {column.label: column.name for column in one.columns}
+    return "; ".join(
+        f"{column.label} is {names[column.label]} and {column.name}"
+        for column in other.columns
+        if names.get(column.label, column.name) != column.name
+    )
+
+
 def _rows(suite: Suite, model: str) -> list[_Row]:
     """The rows of all tables, each plan once, as it is named first and with the cells of all of its rows."""
     found: dict[str, _Row] = {}
     for table in suite.tables_for(model):
         for row in table.rows:
             cells = dict(zip(table.columns, row.cells, strict=True))
-            contestant = suite.contestant(row.cells[0].plan)
-            made = _Row(table.title, row.labels[0], row.cells[0].plan, contestant.hash, contestant.missing, cells)
+            plan, written = row.cells[0].plan, (row.cells[0].written,)
+            contestant = suite.contestant(plan)
+            made = _Row(table.title, row.labels[0], plan, written, contestant.hash, contestant.missing, cells)
             first = found.setdefault(contestant.hash, made)
-            found[contestant.hash] = replace(first, cells={**cells, **first.cells})
+            every = tuple(dict.fromkeys((*first.written, *written)))
+            found[contestant.hash] = replace(first, written=every, cells={**cells, **first.cells})
     return list(found.values())
 
 
@@ -241,6 +291,7 @@ def _place(
         family=row.family,
         label=row.label,
         plan=row.plan,
+        written=row.written,
         plan_hash=row.plan_hash,
         share=most,
         budget=None if most is None or row.plan_hash == full_hash else board.budget_of(most),

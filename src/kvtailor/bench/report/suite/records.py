@@ -3,14 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.report.suite.numbers import point_of
-from kvtailor.bench.schema import Record
+from kvtailor.bench.schema import Record, latest
 from kvtailor.bench.suite.suite import Suite
 from kvtailor.errors import KvtailorError
 
-__all__ = ["alike", "behind", "by_task"]
+__all__ = ["SuiteRun", "alike", "behind", "by_model", "by_task"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteRun:
+    """A suite as it was run.
+
+    Attributes:
+        suite: of the file beside the records, with the budgets that were found for its models.
+        records: of the folder that the file is in.
+        folder: its name.
+    """
+
+    suite: Suite
+    records: Sequence[Record]
+    folder: str = ""
+
+
+def by_model(runs: Sequence[SuiteRun]) -> dict[str, SuiteRun]:
+    """The runs of one suite by the name of the model, in the order in which they are given and were measured.
+
+    A model that several folders have is one run of all its records, where the suite is the same for it in each.
+
+    Args:
+        runs: of suites of one name, those of other folders as they stand there.
+
+    Raises:
+        KvtailorError: two folders ask other plans or tasks of a model, or rank it by other rules.
+    """
+    found: dict[str, SuiteRun] = {}
+    for run in runs:
+        for model in _models(run.suite, run.records):
+            first = found.setdefault(model, run)
+            if first is run:
+                continue
+            if (first.suite.tables_for(model), first.suite.leaderboard) != (
+                run.suite.tables_for(model),
+                run.suite.leaderboard,
+            ):
+                raise KvtailorError(
+                    f"asked for the suite {run.suite.name!r} on {model} from {first.folder} and {run.folder}, where it "
+                    "has other plans, tasks or rules: give one of these folders"
+                )
+            found[model] = replace(first, records=latest([*first.records, *run.records]))
+    return found
 
 
 def alike(suite: Suite, records: Sequence[Record], model: str | None) -> list[Record]:
@@ -21,9 +66,7 @@ def alike(suite: Suite, records: Sequence[Record], model: str | None) -> list[Re
     """
     ordered = sorted((record for record in records if record.asked is not None), key=lambda record: record.started)
     name = model or (ordered[-1].model if ordered else "")
-    cells = [cell for table in suite.tables_for(name) for row in table.rows for cell in row.cells]
-    asked = {str(each) for cell in cells for each in cell.tasks}
-    ordered = [record for record in ordered if record.model == name and record.asked in asked]
+    ordered = _asked(suite, ordered, name)
     if not ordered:
         raise KvtailorError(
             f"asked for the tables of suite {suite.name!r}{f' for {name}' if name else ''}, but none of "
@@ -34,6 +77,19 @@ def alike(suite: Suite, records: Sequence[Record], model: str | None) -> list[Re
         return record.model_hash, record.dtypes, record.device
 
     return [record for record in ordered if subject(record) == subject(ordered[-1])]
+
+
+def _models(suite: Suite, records: Sequence[Record]) -> list[str]:
+    """The models that have records of a suite's tasks, in the order in which they were first measured."""
+    ordered = sorted((record for record in records if record.asked is not None), key=lambda record: record.started)
+    return [model for model in dict.fromkeys(record.model for record in ordered) if _asked(suite, ordered, model)]
+
+
+def _asked(suite: Suite, records: Sequence[Record], model: str) -> list[Record]:
+    """The records of a model that are of the suite's tasks, as it asks for them there."""
+    cells = [cell for table in suite.tables_for(model) for row in table.rows for cell in row.cells]
+    asked = {str(each) for cell in cells for each in cell.tasks}
+    return [record for record in records if record.model == model and record.asked in asked]
 
 
 def behind(suite: Suite, records: Sequence[Record], model: str | None) -> list[Record]:
