@@ -68,7 +68,7 @@ def test_answers_that_are_too_few_are_said_to_be_and_hide_no_text():
     found = advice(FULL, plan("kivi4", around(0.0, 0.01)), *answers)
     assert found.sentence == (
         "Use kivi4: 25 % of the bytes, at most 0.002 nats per token lost, 12 of 12 answers right ('full': 12), too few "
-        "to be sure of them (--documents 25 would do)."
+        "to be sure of them (kvtailor bench --documents 25 would do)."
     )
     fallen = needles("full", [1] * 12), needles("kivi4", [1] * 5 + [0] * 7)
     assert "Use kivi4" not in advice(FULL, plan("kivi4", around(0.0, 0.01)), *fallen).sentence
@@ -87,7 +87,7 @@ def test_as_many_documents_are_asked_for_as_the_records_have_lengths_and_depths(
             for depth in (depths if spread else depths[:1])
         ]
         said = advice(FULL, plan("kivi4", around(0.0, 0.01)), *asked).sentence
-        told[spread] = int(re.search(r"--documents (\d+) would do", said)[1])
+        told[spread] = int(re.search(r"\(kvtailor bench --documents (\d+) would do\)", said)[1])
     assert told[True] == -(-told[False] // points)
 
 
@@ -100,7 +100,7 @@ def test_an_interval_that_contains_0_recommends_nothing_and_accuses_nobody(middl
     )
     assert "broken" not in found.sentence and "loses most" not in found.sentence
     assert f"{middle:+.3f}" not in found.sentence
-    assert found.next.startswith("the same command with --windows ")
+    assert found.next.startswith("the same with kvtailor bench --windows ")
 
 
 def test_where_each_loses_none_is_recommended():
@@ -117,7 +117,7 @@ def test_a_better_plan_that_is_not_shown_asks_for_more_and_does_not_contradict_t
     found = summarise([FULL, dear, noisy])
     assert found.headline.startswith("No plan is recommended")
     assert found.advice.sentence.startswith("Measure more before you choose: dear is shown to lose less than 0.02")
-    assert found.advice.next.startswith("the same command with --windows ")
+    assert found.advice.next.startswith("the same with kvtailor bench --windows ")
 
 
 def test_without_anything_to_judge_nothing_is_advised():

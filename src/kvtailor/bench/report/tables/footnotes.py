@@ -78,7 +78,10 @@ def _about_loss(records: Sequence[Record]) -> Iterator[str]:
             f"left, {sum(each.tokens_scored or 0 for each in scored)} tokens in all, the same for every plan)."
         )
         if sum(each.samples or 0 for each in scored) < 50:
-            yield "Fewer than 50 windows: enough for a look, too few for a claim. Use --windows 50 or more."
+            yield (
+                "Fewer than 50 windows: enough for a look, too few for a claim. Use kvtailor bench --windows 50, or "
+                "more."
+            )
     yield from _which_texts(series_of(records, "perplexity"), texts)
 
 

@@ -84,7 +84,7 @@ def advise(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins, m
     )
     return Advice(
         sentence=f"{sentence}{'; ' + harmful if harmful else ''}.",
-        next=f"the same command with {more}" if more else None,
+        next=f"the same with {more}" if more else None,
     )
 
 
@@ -105,7 +105,7 @@ def _measure_more(shown: Judged, fair: Sequence[Judged], limit: str, harmful: st
     )
     return Advice(
         sentence=f"{sentence}{'; ' + harmful if harmful else ''}.",
-        next=f"the same command with {more}" if more else None,
+        next=f"the same with {more}" if more else None,
     )
 
 
@@ -186,7 +186,10 @@ def _numbers(judged: Judged) -> str:
 
 
 def _more(undecided: Sequence[Judged]) -> str:
-    """The options that would decide it for one of the plans, if further samples turn out alike; empty: none would."""
+    """What would decide it for one of the plans, if further samples turn out alike; empty: no number would.
+
+    It names its verb, since the records may be of another one, which has no such options, or of Python.
+    """
     found: list[tuple[int, str]] = []
     for each in undecided:
         lacking = [(m.task, f.needed, s.points) for m, s, _, f in each.scores if not f.below]
@@ -202,7 +205,7 @@ def _more(undecided: Sequence[Judged]) -> str:
             words.append(f"--documents {max(math.ceil(needed / points) for needed, points in answers)}")
         if words:
             found.append((max([*windows, *(needed for needed, _ in answers)]), " ".join(words)))
-    return min(found)[1] if found else ""
+    return f"kvtailor bench {min(found)[1]}" if found else ""
 
 
 def _round_up(number: int) -> int:
