@@ -372,8 +372,8 @@ def connect(address: str = HERE, *, environment: Mapping[str, str] | None = None
             logging_level=logging.ERROR,
             runtime_env={"env_vars": dict(environment)} if environment else None,
         )
-    # Whatever Ray does not like about an address or a token, it raises one of these.
-    except (ConnectionError, RuntimeError, ValueError, ImportError, OSError, ray.exceptions.RayError) as error:
+    # Whatever Ray does not like, an address, a token or a head that starts too slowly, it has no error of its own for.
+    except Exception as error:
         reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
         raise KvtailorError(
             f"asked for the Ray cluster {address!r}, which cannot be reached: {reason.rstrip('.')}. Start a head with "

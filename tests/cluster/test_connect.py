@@ -25,6 +25,19 @@ def test_without_ray_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyP
         connect()
 
 
+def test_what_ray_raises_as_it_begins_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen on a busy machine: a bare Exception, since the raylet did not begin in time."""
+    ray = pytest.importorskip("ray")
+
+    def init(**given: object) -> None:
+        raise Exception("The current node timed out during startup.\nMore lines.")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(KvtailorError, match="'local', which cannot be reached: The current node timed out during st"):
+        connect("local")
+
+
 def test_ray_tells_nobody_of_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
