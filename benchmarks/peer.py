@@ -2,13 +2,15 @@
 
     python -m benchmarks.peer times OUT [--dtypes bfloat16,float32] [--contexts 8192,32768] [--threads 1,2]
                                           [--rounds 10]
+    python -m benchmarks.peer times OUT --gguf FILE [--contexts 2048,8192,32768] [--threads 1,2] [--rounds 10]
     python -m benchmarks.peer losses OUT --texts FOLDER [--each 4] [--context 1024] [--continuation 256]
     python -m benchmarks.peer types OUT --gguf FILE --model FOLDER --data DATA [--windows 12]
                                           [--types q8_0,q5_1,q4_0,q8_0/q4_0]
     python -m benchmarks.peer table OUT
 
-`times` measures random models in turns (`benchmarks.peers.decode_times`), `losses` the model `demo` on the texts
-*.txt of a folder (`benchmarks.peers.losses`); both write JSON into the folder OUT. `losses` writes a file for each
+`times` measures random models in turns (`benchmarks.peers.decode_times`), or the model of a GGUF file, whose weights
+torch computes in float32 and whose caches of kvtailor hold bfloat16; `losses` the model `demo` on the texts *.txt of a
+folder (`benchmarks.peers.losses`); both write JSON into the folder OUT. `losses` writes a file for each
 text and goes on where it stopped. `types` scores a GGUF file under llama.cpp's cache types, KEYS/VALUES where these
 differ, on the windows of novels that docs/records are of, with the ids of the folder's tokenizer.
 `table` prints the tables of docs/peers/llama-cpp.md from these files.
@@ -30,7 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks.micro.tables import compared
-from benchmarks.peers.decode_times import BASE, WARMUP, prepare, timed
+from benchmarks.peers.decode_times import BASE, WARMUP, prepare, prepare_file, timed
 from benchmarks.peers.llama_runner import LlamaCache, LlamaModel
 from benchmarks.peers.losses import PLANS, Losses, agreement, compared_losses, loss_behind, losses, windows_of
 from kvtailor.bench.data.corpora import corpus
@@ -60,14 +62,17 @@ def surroundings() -> dict[str, Any]:
 def times(out: Path, args: argparse.Namespace) -> None:
     """Measure all dtypes, contexts and numbers of threads, and print the tables."""
     threads = [int(each) for each in args.threads.split(",")]
-    for name in args.dtypes.split(","):
-        dtype = getattr(torch, name)
+    for name in [args.gguf.stem] if args.gguf else args.dtypes.split(","):
+        dtype = torch.bfloat16 if args.gguf else getattr(torch, name)
         weights = [dtype, torch.float16] if dtype == torch.bfloat16 else [dtype]
         for context in (int(each) for each in args.contexts.split(",")):
             begin = time.time()
             torch.set_num_threads(max(threads))
             samples = len(threads) * (args.rounds + WARMUP)
-            ready = prepare(dtype, context, samples=samples, folder=out, weights=weights)
+            if args.gguf:
+                ready = prepare_file(args.gguf, context, samples=samples, cache_dtype=dtype)
+            else:
+                ready = prepare(dtype, context, samples=samples, folder=out, weights=weights)
             print(f"\n{name}, {context} tokens: prepared in {time.time() - begin:.0f} s", flush=True)
             for count in threads:
                 torch.set_num_threads(count)

@@ -1,7 +1,8 @@
 """A decoded token of one random Llama on kvtailor, on transformers and on llama.cpp, taking turns in one process.
 
 The model is that of `python -m benchmarks.micro decode`: 4 layers of 32 query and 8 kv heads of 128, hidden size 1024,
-untrained. llama.cpp gets the same weights from a GGUF file, in the dtype that the others compute in. The context is
+untrained; or that of a GGUF file, whose weights llama.cpp reads as they are and transformers in float32. llama.cpp gets
+the weights of the former from a GGUF file, too, in the dtype that the others compute in. The context is
 written into all caches, the same keys and values in the form of each (`LlamaCache.fill`), and 16 tokens go through
 every model behind it, after which a plan cuts or encodes what it holds. So all of them decode the same token at the
 same position, and how far each one's logits are from those of float32 stands beside its time.
@@ -13,7 +14,7 @@ llama.cpp itself saves of the sequence. What llama.cpp has allocated is in its l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,11 +30,12 @@ from benchmarks.peers.gguf_file import write_gguf
 from benchmarks.peers.llama_runner import LlamaCache, LlamaModel
 from kvtailor.bench.measure.cache_fields import bytes_of
 from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.model.loading import load
 from kvtailor.hf.run.stock import dynamic_cache, fill, static_cache
 from kvtailor.hf.versions import hand_cache
 from kvtailor.presets import FULL
 
-__all__ = ["BASE", "KINDS", "PLANS", "WARMUP", "WITHOUT_ONEDNN", "Prepared", "prepare", "timed"]
+__all__ = ["BASE", "KINDS", "PLANS", "WARMUP", "WITHOUT_ONEDNN", "Prepared", "prepare", "prepare_file", "timed"]
 
 BASE = "StaticCache + sdpa"
 KINDS = ("f16", "q8_0", "q4_0")
@@ -44,6 +46,7 @@ PLANS = (
     "kivi(bits=4, group=64, recent=128)",
     "snapkv @ tokens={budget}",
 )
+PLANS_OF_FILES = (*PLANS, "turboquant4", "ggml(type=q8_0)", "ggml(type=q4_0)")
 WARMUP = 2
 """Tokens that each side decodes before those that count."""
 _QUESTION, _TOKEN = 16, 7
@@ -76,7 +79,6 @@ class Prepared:
             cache.close()
 
 
-@torch.no_grad()
 def prepare(
     dtype: torch.dtype,
     context: int,
@@ -98,6 +100,39 @@ def prepare(
     """
     # Two models: ours has its attention switched as long as it has a cache of ours.
     model, stock = random_of(name, dtype, CPU), random_of(name, dtype, CPU)
+    files = {
+        each: write_gguf(stock, folder / f"{name}-{_short(each)}.gguf", each)
+        for each in dict.fromkeys([dtype, *weights])
+    }
+    return _prepare(model, stock, context, samples=samples, file=files.pop(dtype), others=files, plans=PLANS)
+
+
+def prepare_file(file: Path, context: int, *, samples: int, cache_dtype: torch.dtype) -> Prepared:
+    """Return all sides of the model in a GGUF file, ready to be timed.
+
+    Args:
+        file: of the model.
+        context: tokens that are written into the caches.
+        samples: tokens that each side will decode at most.
+        cache_dtype: of kvtailor's caches; the models of torch, and transformers' caches, are in float32.
+    """
+    model, stock = (load(file, dtype=torch.float32, cache_dtype=cache_dtype)[0] for _ in range(2))
+    return _prepare(model, stock, context, samples=samples, file=file, others={}, plans=PLANS_OF_FILES)
+
+
+@torch.no_grad()
+def _prepare(
+    model: Any,
+    stock: Any,
+    context: int,
+    *,
+    samples: int,
+    file: Path,
+    others: Mapping[torch.dtype, Path],
+    plans: Sequence[str],
+) -> Prepared:
+    """All sides: `file` has the model for llama.cpp, and `others` have it with weights of other dtypes."""
+    dtype = model.dtype
     states = model_states(model, context)
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, VOCABULARY, (1, _QUESTION), generator=generator)
@@ -123,7 +158,7 @@ def prepare(
 
     torch_side(BASE, stock, static_cache(stock, slots), filled=True)
     torch_side(_DYNAMIC, stock, dynamic_cache(stock), filled=True)
-    for line in PLANS:
+    for line in plans:
         plan = line.format(budget=context // 8)
         torch_side(plan, model, cache_for(model, plan), filled=True)
     torch_side(_EMPTY, model, cache_for(model, FULL), filled=False)
@@ -133,27 +168,34 @@ def prepare(
         for side in [each for each in ready.sides if each.name in _ALSO_WITHOUT_ONEDNN]:
             add(side.name + WITHOUT_ONEDNN, partial(_without_onednn, side.run), side.cache_bytes, None, weighed)
 
-    def peer_side(name: str, on: LlamaModel, kind: str, cells: int, *, filled: bool = True, flash: bool = True) -> None:
+    def peer_side(name: str, of: Path, kind: str, cells: int, *, filled: bool = True, flash: bool = True) -> None:
+        if of not in loaded:
+            loaded[of] = LlamaModel(of)
+        on = loaded[of]
         cache = LlamaCache(on, kind, cells, threads=torch.get_num_threads(), batch=_QUESTION, flash=flash)
         if filled:
             cache.fill(states)
             cache.feed(ids[0])
         logits = cache.feed(token[0])
-        add(name, lambda: cache.step(_TOKEN), cache.state().held_bytes, logits if filled else None, weighed)
+        add(name, lambda: cache.step(_TOKEN), cache.state().held_bytes, logits if filled else None, of.stat().st_size)
         ready.peers.append(cache)
         ready.allocated[name] = cache.allocated_bytes
 
-    for of_file in weights:
-        short = str(of_file).removeprefix("torch.")
-        peer = LlamaModel(write_gguf(stock, folder / f"{name}-{short}.gguf", of_file))
-        behind = "" if of_file == dtype else f", {short} weights"
+    loaded: dict[Path, LlamaModel] = {}
+    for kind in KINDS:
+        peer_side(f"llama.cpp {kind}", file, kind, slots)
+    peer_side("llama.cpp f16, no flash attention", file, "f16", slots, flash=False)
+    peer_side("llama.cpp f16, after one token", file, "f16", samples + 16, filled=False)
+    for of_file, path in others.items():
         # Weights of another dtype change the part of a token that no cache changes, so one cache shows it.
-        for kind in KINDS if of_file == dtype else KINDS[:1]:
-            peer_side(f"llama.cpp {kind}{behind}", peer, kind, slots)
-        if of_file == dtype:
-            peer_side("llama.cpp f16, no flash attention", peer, "f16", slots, flash=False)
-        peer_side(f"llama.cpp f16, after one token{behind}", peer, "f16", samples + 16, filled=False)
+        behind = f", {_short(of_file)} weights"
+        peer_side(f"llama.cpp f16{behind}", path, "f16", slots)
+        peer_side(f"llama.cpp f16, after one token{behind}", path, "f16", samples + 16, filled=False)
     return ready
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _without_onednn(run: Callable[[int], object]) -> None:

@@ -15,6 +15,7 @@ from kvtailor.hf.graphs.obstacles import obstacle
 from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.model.cache_dtype import set_cache_dtype
+from kvtailor.hf.run import stock
 from kvtailor.hf.run.kept_prompt import fill, keep
 from kvtailor.hf.run.stock import dynamic_cache, rounded_cache
 from kvtailor.hf.versions import hand_cache
@@ -221,3 +222,20 @@ def test_what_was_not_tried_is_refused() -> None:
     kept = keep(model, torch.full((1, 40), 7), Plan().needs)
     with pytest.raises(KvtailorError, match="let it read the prompt itself"):
         fill(kvtailor.cache_for(model, "full", cache_dtype=HALF), kept)
+
+
+@torch.no_grad()
+def test_states_that_are_put_into_a_cache_are_held_as_it_holds_them():
+    """Benchmarks timed caches in float32 that were said to be of 16 bits."""
+    model = build("llama")
+    ids, _ = prompts((64,))
+    own, cache, asked = dynamic_cache(model), *(kvtailor.cache_for(model, "full", cache_dtype=HALF) for _ in range(2))
+    model(ids, **hand_cache(own))
+    model(ids, **hand_cache(asked))
+    stock.fill(cache, {number: (layer.keys, layer.values) for number, layer in enumerate(own.layers)})
+    assert cache.ledger().total == asked.ledger().total
+    token = ids[:, :1]
+    # One prompt read its own states as they are held, the other as they came: 2^-8 of them in each layer.
+    torch.testing.assert_close(
+        *(model(token, **hand_cache(each)).logits for each in (cache, asked)), atol=0.1, rtol=0.02
+    )

@@ -113,7 +113,8 @@ def fill(cache: Any, states: Mapping[int, tuple[Tensor, Tensor]]) -> None:
     """
     for layer, (keys, values) in states.items():
         if isinstance(cache, KvCache):
-            cache.layers[layer].lazy_initialization(keys, values)
-            cache.engine.append(cache.layers[layer].state, keys, values)
+            held = cache.layers[layer]
+            held.lazy_initialization(keys, values)
+            cache.engine.append(held.state, keys.to(held.dtype), values.to(held.dtype))
         else:
             cache.update(keys, values, layer)

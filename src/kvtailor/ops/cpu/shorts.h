@@ -135,7 +135,18 @@ struct Weights {
                   float room = 1e9f) {
     float stepped[BLOCK];
     F top{}, total{}, lows{};
-    for (int64_t t = 0; t < count; t += W) {
+    int64_t t = 0;
+#if !defined(__AVX512F__)
+    // Whole vectors need no mask.
+    for (; t + W <= count; t += W) {
+      const F weight = load<F>(weights + t), x = weight * load<F>(step + t);
+      store(stepped + t, x);
+      top = larger(x, top), total += x;
+      if (low) lows += weight * load<F>(low + t);
+    }
+    if (low) lows += total * zero;
+#endif
+    for (; t < count; t += W) {
       const I inside = numbered() < (int32_t)(count - t);
       const F weight = load<F>(weights + t), x = inside ? weight * load<F>(step + t) : F{};
       store(stepped + t, x);
@@ -146,14 +157,14 @@ struct Weights {
     const float most = high > least ? high : least, up = high > 0 ? (float)MOST_CUT / most : 0.f;
     U numbers{};
 #if defined(__AVX512F__)
-    for (int64_t t = 0; t < count; t += W) {
+    for (t = 0; t < count; t += W) {
       const I mine = rounded(load<F>(stepped + t) * up);
       store_shorts(of_tokens + t, mine);
       numbers += (U)mine;
     }
 #else
     if ((count - 1) / W % 2 == 0) store(stepped + (count + W - 1) / W * W, F{});
-    for (int64_t t = 0; t < count; t += 2 * W) {
+    for (t = 0; t < count; t += 2 * W) {
       const I mine = rounded(load<F>(stepped + t) * up), other = rounded(load<F>(stepped + t + W) * up);
       store_shorts(of_tokens + t, mine, other);
       numbers += (U)mine + (U)other;
@@ -199,6 +210,20 @@ APART void of_group(const float* from, int64_t groups, int64_t group, int64_t co
       const __m256 mine = group ? _mm256_shuffle_ps(a, b, 0xdd) : _mm256_shuffle_ps(a, b, 0x88);
       store(to + t, _mm256_permute4x64_pd((__m256d)mine, 0xd8));
     }
+    return;
+  }
+  if (groups == 4) {
+    // Each half of a vector has the four numbers of a token.
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    each_below<4>([&](auto mine) INLINE {
+      constexpr int PICK = decltype(mine)() * 0x55;
+      if (group != mine) return;
+      for (int64_t t = 0; t < count; t += W, from += 4 * W) {
+        const __m256 a = _mm256_shuffle_ps((__m256)load<F>(from), (__m256)load<F>(from + W), PICK);
+        const __m256 b = _mm256_shuffle_ps((__m256)load<F>(from + 2 * W), (__m256)load<F>(from + 3 * W), PICK);
+        store(to + t, _mm256_permutevar8x32_ps(_mm256_shuffle_ps(a, b, 0x88), order));
+      }
+    });
     return;
   }
 #endif
