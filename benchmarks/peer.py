@@ -10,8 +10,8 @@
 
 `times` measures random models in turns (`benchmarks.peers.decode_times`), or the model of a GGUF file, whose weights
 torch computes in float32 and whose caches of kvtailor hold bfloat16; `losses` the model `demo` on the texts *.txt of a
-folder (`benchmarks.peers.losses`); both write JSON into the folder OUT. `losses` writes a file for each
-text and goes on where it stopped. `types` scores a GGUF file under llama.cpp's cache types, KEYS/VALUES where these
+folder (`benchmarks.peers.losses`); both write JSON into the folder OUT. `losses` writes a file for each text and goes
+on where it stopped. `types` scores a GGUF file under llama.cpp's cache types, KEYS/VALUES where these
 differ, on the windows of novels that docs/records are of, with the ids of the folder's tokenizer.
 `table` prints the tables of docs/peers/llama-cpp.md from these files.
 
@@ -63,15 +63,15 @@ def times(out: Path, args: argparse.Namespace) -> None:
     """Measure all dtypes, contexts and numbers of threads, and print the tables."""
     threads = [int(each) for each in args.threads.split(",")]
     for name in [args.gguf.stem] if args.gguf else args.dtypes.split(","):
-        dtype = torch.bfloat16 if args.gguf else getattr(torch, name)
-        weights = [dtype, torch.float16] if dtype == torch.bfloat16 else [dtype]
         for context in (int(each) for each in args.contexts.split(",")):
             begin = time.time()
             torch.set_num_threads(max(threads))
             samples = len(threads) * (args.rounds + WARMUP)
             if args.gguf:
-                ready = prepare_file(args.gguf, context, samples=samples, cache_dtype=dtype)
+                ready = prepare_file(args.gguf, context, samples=samples, cache_dtype=torch.bfloat16)
             else:
+                dtype = getattr(torch, name)
+                weights = [dtype, torch.float16] if dtype == torch.bfloat16 else [dtype]
                 ready = prepare(dtype, context, samples=samples, folder=out, weights=weights)
             print(f"\n{name}, {context} tokens: prepared in {time.time() - begin:.0f} s", flush=True)
             for count in threads:

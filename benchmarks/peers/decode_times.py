@@ -1,11 +1,11 @@
-"""A decoded token of one random Llama on kvtailor, on transformers and on llama.cpp, taking turns in one process.
+"""A decoded token of one Llama on kvtailor, on transformers and on llama.cpp, taking turns in one process.
 
 The model is that of `python -m benchmarks.micro decode`: 4 layers of 32 query and 8 kv heads of 128, hidden size 1024,
-untrained; or that of a GGUF file, whose weights llama.cpp reads as they are and transformers in float32. llama.cpp gets
-the weights of the former from a GGUF file, too, in the dtype that the others compute in. The context is
-written into all caches, the same keys and values in the form of each (`LlamaCache.fill`), and 16 tokens go through
-every model behind it, after which a plan cuts or encodes what it holds. So all of them decode the same token at the
-same position, and how far each one's logits are from those of float32 stands beside its time.
+untrained, which llama.cpp gets from a GGUF file in the dtype that the others compute in. Or it is that of a GGUF file:
+llama.cpp reads its weights as they are, and transformers in float32. The context is written into all caches, the same
+keys and values in the form of each (`LlamaCache.fill`), and 16 tokens go through every model behind it, after which a
+plan cuts or encodes what it holds. So all of them decode the same token at the same position, and how far each one's
+logits are from those of float32 stands beside its time.
 
 Threads of torch and of llama.cpp are as many; a pause before each sample lets the threads of the other library go to
 sleep. The bytes of a cache are read: from kvtailor's ledger, from the storages of transformers' tensors, and from what

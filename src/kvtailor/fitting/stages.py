@@ -49,7 +49,6 @@ from kvtailor.fitting.search import Candidate, Searched, search
 from kvtailor.fitting.sizing import Sizer
 from kvtailor.fitting.space import Space
 from kvtailor.fitting.verdict import DOABLE, Judged, fast_enough, regret_of_text, small_enough, verdict
-from kvtailor.hf.run.kept_prompt import why_own
 from kvtailor.ops.files import read_bytes, seal_toml, write_whole
 from kvtailor.plan import Plan
 from kvtailor.presets import FULL
@@ -134,9 +133,10 @@ class Fitting:
                 f"Nothing that reads a prompt twice (kvzip and its line) was tried: effort {self.effort.name!r} leaves "
                 "such plans out, effort 'normal' does not."
             )
-        self._begin(memory)
-        layers = self._layers() if "layers" in self.stages else None
-        space = Space.of(self.sizer, layers, without=self.without, reads_twice=self.effort.reads_twice)
+        space = Space.of(self.sizer, None, without=self.without, reads_twice=self.effort.reads_twice)
+        self._begin(space, memory)
+        layers = self._layers(space) if "layers" in self.stages else None
+        space = replace(space, layers=layers)
         searched = self._search(space, memory)
         front = self._front(space, searched, memory)
         finalists = self._finalists(space, searched, front, layers, memory)
@@ -182,10 +182,9 @@ class Fitting:
             counts={**self.counts, "records": self._records()},
         )
 
-    def _begin(self, memory: int) -> None:
+    def _begin(self, space: Space, memory: int) -> None:
         """Tell how long the stages take, and measure a few presets, so that there is a plan within minutes."""
         effort, pieces, every = self.effort, len(self.first), len(self.every)
-        space = Space.of(self.sizer, None, without=self.without, reads_twice=effort.reads_twice)
         presets = space.starts(memory)
         early = _early(space, memory)
         self._gather_for([*(Plan.parse(f"{word} @ keep=0.25") for word in space.scores), *space.preset_plans])
@@ -218,7 +217,7 @@ class Fitting:
     def _gather_for(self, plans: Sequence[Plan]) -> None:
         """Have the one forward of each piece gather what these plans need, whichever is measured first."""
         if isinstance(self.subject.kept, KeptPrompts):
-            self.subject.kept.ahead = [plan for plan in plans if why_own(plan) is None]
+            self.subject.kept.gather_for(plans)
 
     def _seconds_of_a_step(self) -> float:
         """Seconds of the uncompressed cache on one piece, once the model has run before."""
@@ -273,11 +272,11 @@ class Fitting:
     def _quick_scores(self, space: Space) -> list[str]:
         return [word for word in _QUICK_SCORES if word in space.scores]
 
-    def _layers(self) -> LayerMap:
+    def _layers(self, space: Space) -> LayerMap:
         """Stage 1, with the scorer that loses least where all layers drop alike."""
         effort = self.effort
         widths = effort.widths
-        scores = self._quick_scores(Space.of(self.sizer, None, without=self.without))
+        scores = self._quick_scores(space)
         count = len(self.first)
         tried = [Plan.parse(f"{word} @ keep=0.25") for word in scores]
         with self.progress.stage(WHICH_SCORER, len(tried) * count) as advance:

@@ -200,7 +200,7 @@ def test_one_forward_gathers_for_plans_that_later_samples_have() -> None:
     ]
     for ahead, forwards in (((), 4), (plans, 1)):
         kept = KeptPrompts(lasting=True)
-        kept.ahead = ahead
+        kept.gather_for(ahead)
         with torch.inference_mode():
             for plan in plans:
                 kept.begin([plan])

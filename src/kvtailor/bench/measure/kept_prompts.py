@@ -67,7 +67,6 @@ class KeptPrompts:
     Attributes:
         off: see above; also what has been found since.
         forwards: prompts that went through the model to be kept.
-        ahead: plans that later samples of the same prompts are going to have, so that one forward gathers for them too.
         later: forwards behind a prompt may begin at a later layer of the model.
         begun_later: how many did.
         peak: most bytes that were kept at once.
@@ -82,7 +81,7 @@ class KeptPrompts:
         self._sample = 0
         self._of: object = None
         self._model: str | None = None
-        self.ahead: Sequence[Plan] = ()
+        self._ahead: list[Plan] = []
         self.later = True
         self.forwards = self.peak = self.begun_later = 0
 
@@ -98,7 +97,11 @@ class KeptPrompts:
         if of is None or of != self._of:
             self._sample += 1
         self._of = of
-        self._expected = [plan for plan in plans if why_own(plan) is None]
+        self._expected = _sharing(plans)
+
+    def gather_for(self, plans: Sequence[Plan]) -> None:
+        """Gather from now on, beside what a sample's plans need, what these do, which later samples of it have."""
+        self._ahead = _sharing(plans)
 
     def end(self) -> None:
         """End a sample."""
@@ -329,7 +332,7 @@ class KeptPrompts:
     def _together(self, plan: Plan) -> Needs:
         """The needs of a plan and of those that are expected and can share one forward with it."""
         found = plan.needs.of_prompt
-        for other in (*self._expected, *self.ahead):
+        for other in (*self._expected, *self._ahead):
             more = other.needs.of_prompt
             apart = found.moments and more.moments and found.moments_skip != more.moments_skip
             if other.prompt_pass == plan.prompt_pass and not apart:
@@ -363,6 +366,11 @@ class KeptPrompts:
         text = ids.to(torch.int64).cpu().contiguous().view(torch.uint8).numpy().tobytes()
         here = dispatch.forced(), torch.get_num_threads(), torch.is_inference_mode_enabled()
         return text, tuple(ids.shape), last_only, plan.prompt_pass, str(getattr(model, "dtype", "")), *here
+
+
+def _sharing(plans: Sequence[Plan]) -> list[Plan]:
+    """Those that do not each read a prompt themselves."""
+    return [plan for plan in plans if why_own(plan) is None]
 
 
 def _alike(one: Tensor, two: Tensor) -> bool:

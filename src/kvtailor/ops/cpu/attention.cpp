@@ -209,7 +209,8 @@ struct Tables {
     const int64_t of_keys = 4 * wide_keys + (1 + groups_of(keys)) * BLOCK + W, of_values = 2 * (BLOCK * groups_of(values) + W);
     const int64_t shorts = coarse_map ? TILE * (padded_to_chunks(keys.size) / 2 + 1) : 0;
     const int64_t turned = BLOCK * angles + TILE * wide_turned + shorts;
-    return of_nibbles(nibble_keys, keys) + of_nibbles(nibble_values, values) + (cut_keys ? call.rows * OF_CUT : 0) + lines(queries + logits + (TILE + 3) * widest() + of_keys + of_values + W + turned);
+    return of_nibbles(nibble_keys, keys) + of_nibbles(nibble_values, values) + (cut_keys ? call.rows * OF_CUT : 0) +
+           lines(queries + logits + (TILE + 3) * widest() + of_keys + of_values + W + turned);
   }
 
   SMALL_CODE void fill() const {

@@ -8,6 +8,7 @@
 
 #include "layouts.h"
 
+// A constant, asked before all that depends on it, so that other processors' code has nothing of it.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr bool NIBBLES = true;
 #else
