@@ -12,6 +12,7 @@ from tests.support.seam.zoo import VOCABULARY, build
 
 from kvtailor.engine.apply import count_first_tokens
 from kvtailor.engine.fast_path import FastPathOfEnds, slow_path
+from kvtailor.hf.model.cache_dtype import set_cache_dtype
 from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.cpu.library import library
 from kvtailor.plan import Plan
@@ -45,23 +46,29 @@ def test_what_stays_is_what_scores_would_leave(plan):
 
 @pytest.mark.skipif(library() is None, reason="there are no C++ kernels, and so no fast path")
 @pytest.mark.parametrize(
-    "plan, family, dtype",
+    "plan, family, dtype, held",
     [
-        (PLANS[0], "llama", torch.bfloat16),
-        (PLANS[0], "gpt_neox", torch.float16),
-        (PLANS[0], "gpt_oss", torch.float32),
-        (PLANS[2], "gpt_neox", torch.float32),
-        ("streaming @ tokens=24, slack=0", "llama", torch.float32),
+        (PLANS[0], "llama", torch.bfloat16, None),
+        (PLANS[0], "gpt_neox", torch.float16, None),
+        (PLANS[0], "gpt_oss", torch.float32, None),
+        (PLANS[2], "gpt_neox", torch.float32, None),
+        ("streaming @ tokens=24, slack=0", "llama", torch.float32, None),
+        # Keys that are turned were read as the model's type, and every second one was none of them.
+        (PLANS[0], "llama", torch.float32, torch.bfloat16),
+        (PLANS[0], "gpt_neox", torch.float32, torch.float16),
     ],
 )
-def test_the_short_way_gives_the_same_bits(plan, dtype, family, monkeypatch):
+def test_the_short_way_gives_the_same_bits(plan, dtype, family, held, monkeypatch):
+    model = build(family, dtype=dtype)
+    if held is not None:
+        set_cache_dtype(model, held)
     taken = []
     take = FastPathOfEnds.take
     monkeypatch.setattr(FastPathOfEnds, "take", lambda self, *args: taken.append(1) or take(self, *args))
     with slow_path():
-        expected = decoded(plan, family=family, dtype=dtype)
+        expected = decoded(plan, model=model)
     assert not taken
-    found = decoded(plan, family=family, dtype=dtype)
+    found = decoded(plan, model=model)
     by_age.assert_same(found, expected)
     assert found[2].ledger() == expected[2].ledger()
     layers = len(found[2].engine.states)

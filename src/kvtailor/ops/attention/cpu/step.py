@@ -200,7 +200,7 @@ class TokenStep:
         self._at, self._run = ctypes.byref(self._step), using.functions.kvtailor_step
         self._strides: tuple[Any, ...] = ()
         self._mass = self._ready_for_mass(parts) if mass else ()
-        self._ends = ends
+        self._ends, self._element_size = ends, keys.element_size()
         if ends is not None:
             self._step.ends = ctypes.addressof(ends)
         self._write_into(keys, values, positions)
@@ -450,8 +450,8 @@ class TokenStep:
                 room(*first, floats, *others)
         ends, keys = self._ends, self._calls[0].keys
         if ends is not None and ends.planes:
-            # Keys that are turned lie one behind the other.
-            keys.slot_bytes = step.size * self.dtype.itemsize
+            # Keys that are turned lie one behind the other, of the tail's type, whatever the model gives.
+            keys.slot_bytes = step.size * self._element_size
             keys.lane_bytes = ends.first * keys.slot_bytes
             room(ends, "turned", step.rows * step.heads * keys.lane_bytes // 4 + 1)
         for call in self._calls:
