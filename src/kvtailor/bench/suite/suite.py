@@ -124,6 +124,8 @@ class Suite:
     fitted: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     shapes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    _tables: dict[str, tuple[SuiteTable, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _contestants: dict[str, Contestant] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -139,10 +141,12 @@ class Suite:
         """Whether the suite names settings for this model."""
         return any(_last(name) == _last(model) for name in self.models)
 
-    def tables_for(self, model: str) -> list[SuiteTable]:
-        """The tables with all places filled for this model, and its own budgets in place of shares."""
-        known = self.fitted.get(model, {})
-        return _budgeted(tables_of(self.tables, self.tasks, self.settings_of(model), self.awaits, []), known)
+    def tables_for(self, model: str) -> tuple[SuiteTable, ...]:
+        """The tables with all places filled for this model, and its own budgets in place of shares; made once."""
+        if model not in self._tables:
+            written = tables_of(self.tables, self.tasks, self.settings_of(model), self.awaits, [])
+            self._tables[model] = tuple(_budgeted(written, self.fitted.get(model, {})))
+        return self._tables[model]
 
     def shares_of(self, model: str) -> list[str]:
         """The plans with `share=` as the tables for this model write them, each once."""
@@ -151,16 +155,18 @@ class Suite:
         return [plan for plan in dict.fromkeys(plans) if _SHARE.search(plan)]
 
     def contestant(self, plan: str) -> Contestant:
-        """The contestant of a plan; `missing` names what it awaits.
+        """The contestant of a plan, which is read once; `missing` names what it awaits.
 
         Raises:
             SuiteError: the plan has faults.
         """
-        faults: list[str] = []
-        found = _contestant(plan, self.awaits, faults)
-        if found is None:
-            raise SuiteError(self.name, faults)
-        return found
+        if plan not in self._contestants:
+            faults: list[str] = []
+            found = _contestant(plan, self.awaits, faults)
+            if found is None:
+                raise SuiteError(self.name, faults)
+            self._contestants[plan] = found
+        return self._contestants[plan]
 
     def arrived(self) -> list[str]:
         """The names in `awaits` that this kvtailor has by now: they are to be taken out."""
