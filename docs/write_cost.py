@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from kvtailor.bench.checks import check_records  # noqa: E402
-from kvtailor.bench.report.suite.pages import suite_pages  # noqa: E402
+from kvtailor.bench.report.suite.tables import suite_pages  # noqa: E402
 from kvtailor.bench.report.tables.grid import as_markdown  # noqa: E402
 from kvtailor.bench.schema import latest, read_records  # noqa: E402
 from kvtailor.bench.suite.suite import read_suite  # noqa: E402

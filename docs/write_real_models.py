@@ -23,7 +23,6 @@ from kvtailor.bench.measure.statistics import Estimate, wilson
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.rows import Row
 from kvtailor.bench.report.suite.ranking import Place, RankedScore, Ranking, rank
-from kvtailor.bench.report.tables.grid import interval
 from kvtailor.bench.report.tables.quality import difference
 from kvtailor.bench.report.verdict.verdict import judge
 from kvtailor.bench.schema import latest, read_records
@@ -426,7 +425,7 @@ def _told_at(each: Measured) -> str:
 
 
 def _answered(right: Estimate, of: str) -> str:
-    ends = interval([None if end is None else 100 * end for end in (right.low, right.high)], 0)
+    ends = right.interval(0, scale=100)
     return f"{round(right.value * right.count)} of {right.count} {of} ({ends} %)"
 
 
@@ -441,7 +440,7 @@ def _bullet(text: str) -> list[str]:
 
 
 def _told(loss: Estimate) -> str:
-    ends = interval((loss.low, loss.high), 3, signed=True)
+    ends = loss.interval(3, signed=True)
     return f"{loss.value:+.3f}" + (f" ({ends})" if ends else "")
 
 

@@ -19,8 +19,10 @@ from pathlib import Path
 
 from write_real_models import MODELS
 
-from kvtailor.bench.report.suite.tables import FilledTable, provenance, suite_tables
+from kvtailor.bench.report.suite.tables import provenance, suite_grids
+from kvtailor.bench.report.tables.grid import Grid, whole
 from kvtailor.bench.schema import Record, latest, read_records
+from kvtailor.bench.suite.cells import SuiteTable
 from kvtailor.bench.suite.suite import Suite, read_suite
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,7 +55,6 @@ SHOWN: Mapping[str, Mapping[str, Sequence[str]]] = {
 """The columns that a page shows, by the suite and its table."""
 _BLOCK = re.compile(r"(<!-- on real models: (\S+) -->\n).*?(<!-- /on real models -->)", re.DOTALL)
 _ROW = re.compile(r"^(\| R\d \|.*\| `([\w-]+)` \|) .* \|$", re.MULTILINE)
-_DASH = "–"
 
 
 def written(page: str, measured: Mapping[str, Mapping[str, tuple[Suite, Sequence[Record]]]]) -> str:
@@ -92,28 +93,29 @@ def read(records: Path = ROOT / "docs" / "records") -> dict[str, dict[str, tuple
 
 def _tables(model: str, suite: Suite, records: Sequence[Record], shown: Mapping[str, Sequence[str]]) -> Iterator[str]:
     yield from textwrap.wrap(f"**On {model}.** {provenance(suite, records)}", width=120)
-    for table in suite_tables(suite, records):
+    tables = suite.tables_for(max(records, key=lambda record: record.started).model)
+    for table, grid in zip(tables, suite_grids(suite, records), strict=True):
         wanted = next((columns for name, columns in shown.items() if fnmatch(table.name, name)), ())
-        lines = list(_table(table, wanted))
+        lines = list(_table(table, grid, wanted))
         if lines:
-            yield from ("", f"*{table.title}*", "", *lines)
+            yield from ("", f"*{grid.title}*", "", *lines)
 
 
-def _table(table: FilledTable, wanted: Sequence[str]) -> Iterator[str]:
-    """The rows and columns of a table in which something was measured."""
+def _table(table: SuiteTable, grid: Grid, wanted: Sequence[str]) -> Iterator[str]:
+    """The rows and columns of a table in which something was measured, each label in a column of its own."""
     at = [
         place
-        for place, column in enumerate(table.columns)
-        if column in wanted and any(row.cells[place].keys for row in table.rows)
+        for place, column in enumerate(table.columns, 1)
+        if column in wanted and any(row[place].keys for row in grid.rows)
     ]
-    rows = [row for row in table.rows if any(row.cells[place].keys for place in at)]
+    rows = [each for each in zip(table.rows, grid.rows, strict=True) if any(each[1][place].keys for place in at)]
     if not rows:
         return
-    yield f"| {' | '.join([*table.labels, *(table.columns[place] for place in at)])} |"
+    yield f"| {' | '.join([*table.labels, *(grid.heads[place] for place in at)])} |"
     yield "|" + "---|" * (len(table.labels) + len(at))
-    for row in rows:
-        texts = (row.cells[place].text for place in at)
-        yield f"| {' | '.join([*row.labels, *('-' if text == _DASH else text for text in texts)])} |"
+    for written, cells in rows:
+        texts = (whole(cells[place], "-") for place in at)
+        yield f"| {' | '.join([*written.labels, *texts])} |"
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ from kvtailor.bench.report.suite.ranking import (  # noqa: E402
     rank,
 )
 from kvtailor.bench.report.suite.tables import provenance  # noqa: E402
-from kvtailor.bench.report.tables.grid import interval  # noqa: E402
 from kvtailor.bench.schema import Record, latest, read_records  # noqa: E402
 from kvtailor.bench.suite.suite import read_suite  # noqa: E402
 
@@ -89,7 +88,7 @@ def _run(ranking: Ranking, line: str) -> Iterator[str]:
             yield f"- {column.label}: not measured."
             continue
         has = f"{column.full.value:.3f} nats" if not column.hits else f"{_share(column.full.value)} right"
-        ends = interval([None if e is None else 100 * e for e in (column.full.low, column.full.high)], 0)
+        ends = column.full.interval(0, scale=100)
         told = f" ({ends})" if column.hits and ends else ""
         silent = f" {column.silent}" if column.silent else ""
         yield from _bullet(f"{column.label}: `full` has {has}{told}, {column.full.count} samples.{silent}")
@@ -156,8 +155,7 @@ def _named(column: RankedColumn) -> str:
 def _in_units(column: RankedColumn, found: Estimate) -> tuple[str, str | None]:
     """A difference and its interval: in whole points of right answers, else in thousandths of a nat."""
     scale, digits = (100, 0) if column.hits else (1, 3)
-    ends = [None if end is None else scale * end for end in (found.low, found.high)]
-    return f"{scale * found.value:+.{digits}f}", interval(ends, digits, signed=True)
+    return f"{scale * found.value:+.{digits}f}", found.interval(digits, scale=scale, signed=True)
 
 
 def _share(value: float) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvtailor.ops.notebook_html import Share, Shown, Strong, html_block, html_table
-from kvtailor.ops.sizes import binary
+from kvtailor.ops.sizes import byte_text
 
 __all__ = ["Entry", "Ledger", "storage_bytes"]
 
@@ -114,13 +114,15 @@ class Ledger:
     def _repr_html_(self) -> str:
         """For notebooks: the bytes by what they are for, by tier and by layer, as shares of the uncompressed cache."""
         splits = {"for": self.by_stage, "on": self.by_tier}
-        rows: list[list[Shown]] = [[Strong("the whole cache"), binary(self.total), _share(self.total, self.full)]]
+        rows: list[list[Shown]] = [[Strong("the whole cache"), byte_text(self.total), _share(self.total, self.full)]]
         for word, split in splits.items():
-            rows += [[f"{word} {name}", binary(size), _share(size, self.full)] for name, size in split.items() if size]
-        rows.append([Strong("uncompressed"), binary(self.full), _share(self.full, self.full)])
+            rows += [
+                [f"{word} {name}", byte_text(size), _share(size, self.full)] for name, size in split.items() if size
+            ]
+        rows.append([Strong("uncompressed"), byte_text(self.full), _share(self.full, self.full)])
         held = "" if self.held is None else f", {self.held:.1f} of them held on average"
-        layers = ", ".join(binary(size) for size in self.by_layer)
-        form = "no closed form is known" if self.closed_form is None else f"by arithmetic {binary(self.closed_form)}"
+        layers = ", ".join(byte_text(size) for size in self.by_layer)
+        form = "no closed form is known" if self.closed_form is None else f"by arithmetic {byte_text(self.closed_form)}"
         return html_block(
             f"{self.seen} tokens seen{held}",
             html_table(rows, ["bytes", "read", "of the uncompressed cache"]),

@@ -17,7 +17,6 @@ from typing import Any
 
 from kvtailor.bench.measure.statistics import Estimate
 from kvtailor.bench.recorded_losses import has_losses, layers_of, loss_of, losses_beside, pairs_with_full
-from kvtailor.bench.report.tables.grid import interval
 from kvtailor.bench.schema import Record
 from kvtailor.errors import ArgumentError, KvtailorError
 from kvtailor.ops.files import file_within, make_folder, read_text, seal_json, seal_toml, unseal_json, write_whole
@@ -391,7 +390,7 @@ def _plain(name: str) -> str:
 
 
 def _between(loss: Estimate) -> str:
-    return interval((loss.low, loss.high), 4, signed=True) or "too few windows"
+    return loss.interval(4, signed=True) or "too few windows"
 
 
 def _bits(bits: float) -> str:

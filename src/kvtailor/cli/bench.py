@@ -291,7 +291,8 @@ def _suite(
 
     from kvtailor.bench.progress import watch, works_of
     from kvtailor.bench.report import summarise
-    from kvtailor.bench.report.suite.pages import show_suite, suite_pages
+    from kvtailor.bench.report.suite.tables import suite_pages
+    from kvtailor.bench.report.terminal import show_suite
     from kvtailor.bench.suite.fitted import fit_shares, known_before, written
     from kvtailor.bench.suite.run import prepare
     from kvtailor.bench.suite.shapes import fit_settings, settings_of_lines

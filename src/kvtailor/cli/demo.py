@@ -122,8 +122,8 @@ def _dtype(model: str) -> str | None:
 
 def _begin(subject: Subject, contestants: list[Contestant], begin: float, console: Console) -> str:
     """Say what a KV cache is, what is about to be shown, and how long that takes on this machine; return the time."""
-    from kvtailor.bench.report.terminal import byte_text
     from kvtailor.hf.sizes.size import cache_size
+    from kvtailor.ops.sizes import byte_text
 
     most = _longest(subject)
     each = cache_size(subject.model, FULL, context=most).total / most
@@ -192,7 +192,7 @@ def _minutes(seconds: float) -> str:
 def _answers(subject: Subject, contestants: list[Contestant], state: int, console: Console) -> list[dict[str, Any]]:
     from rich.text import Text
 
-    from kvtailor.bench.report.terminal import byte_text
+    from kvtailor.ops.sizes import byte_text
 
     weights = subject.weights()
     size = f", {weights[0] / 1e6:.1f} million parameters" if weights else ""

@@ -271,7 +271,8 @@ def show(found: Fit, folder: Path | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from kvtailor.bench.report.words import byte_text, milliseconds
+    from kvtailor.bench.report.words import milliseconds
+    from kvtailor.ops.sizes import byte_text
 
     console = Console(highlight=False)
     chosen, question = found.chosen, found.question

@@ -376,7 +376,7 @@ def _check_beyond(subject: Subject) -> None:
 
 
 def _say(found: MeasuredRun, console: Any) -> None:
-    from kvtailor.bench.report.terminal import byte_text
+    from kvtailor.ops.sizes import byte_text
 
     lines = []
     if found.bytes_held is not None and found.bytes_full:

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtailor.bench.report.words import byte_text
 from kvtailor.errors import KvtailorError
 from kvtailor.fitting.answer import FrontPoint
 from kvtailor.fitting.layers import solved_plan
@@ -14,6 +13,7 @@ from kvtailor.fitting.question import Question
 from kvtailor.fitting.result import Fit
 from kvtailor.fitting.sizing import Sizer
 from kvtailor.ops.files import seal_toml, write_whole
+from kvtailor.ops.sizes import byte_text
 from kvtailor.plan import Plan
 
 __all__ = ["Again", "another_memory"]

@@ -26,13 +26,13 @@ from kvtailor.bench.report.page import (
     render,
 )
 from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid
-from kvtailor.bench.report.words import byte_text, milliseconds, significant
+from kvtailor.bench.report.words import milliseconds, significant
 from kvtailor.encode.contract import CodecContext
 from kvtailor.errors import KvtailorError
 from kvtailor.fitting.answer import Answer, FrontPoint
 from kvtailor.fitting.layers import PLAIN, LayerMap
 from kvtailor.fitting.verdict import Family, Judged
-from kvtailor.ops.sizes import bytes_of, write_bytes
+from kvtailor.ops.sizes import byte_text, bytes_of, write_bytes
 from kvtailor.plan import Plan as ParsedPlan
 from kvtailor.presets import FULL
 

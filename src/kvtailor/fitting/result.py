@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from kvtailor.bench.measure.statistics import Estimate
-from kvtailor.bench.report.words import byte_text
 from kvtailor.errors import KvtailorError
 from kvtailor.fitting.answer import Answer, FrontPoint
 from kvtailor.fitting.layers import Additivity, LayerMap
@@ -18,6 +17,7 @@ from kvtailor.fitting.question import Question
 from kvtailor.fitting.verdict import Family, Judged
 from kvtailor.ops.files import make_folder, read_text, seal_json, seal_toml, unseal_json, write_whole
 from kvtailor.ops.notebook_html import Share, Shown, Strong, html_block, html_table
+from kvtailor.ops.sizes import byte_text
 
 __all__ = ["RESULT_FILE", "Fit"]
 

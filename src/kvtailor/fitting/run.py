@@ -208,7 +208,7 @@ def reachable(sizer: Sizer, question: Question, without: Sequence[str] = ()) -> 
     """
     if question.memory is None:
         return
-    from kvtailor.bench.report.words import byte_text
+    from kvtailor.ops.sizes import byte_text
 
     uncompressed = sizer.most(Plan())
     if question.aim == "loss" and uncompressed is not None and uncompressed <= question.memory:

@@ -18,7 +18,6 @@ import torch
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.kept_prompts import KeptPrompts
 from kvtailor.bench.measure.statistics import mean
-from kvtailor.bench.report.words import byte_text
 from kvtailor.bench.resources import CellResources
 from kvtailor.bench.runner import plan_run
 from kvtailor.bench.runner import run as run_bench
@@ -50,6 +49,7 @@ from kvtailor.fitting.sizing import Sizer
 from kvtailor.fitting.space import Space
 from kvtailor.fitting.verdict import DOABLE, Judged, fast_enough, regret_of_text, small_enough, verdict
 from kvtailor.ops.files import read_bytes, seal_toml, write_whole
+from kvtailor.ops.sizes import byte_text
 from kvtailor.plan import Plan
 from kvtailor.presets import FULL
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
 from kvtailor.bench.measure.statistics import Estimate, mean_difference
-from kvtailor.bench.report.words import byte_text
 from kvtailor.errors import KvtailorError
+from kvtailor.ops.sizes import byte_text
 
 __all__ = ["DOABLE", "Family", "Judged", "TIE", "Verdict", "fast_enough", "regret_of_text", "small_enough", "verdict"]
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from kvtailor.errors import ArgumentError, shown
 
-__all__ = ["asked_bytes", "binary", "bytes_of", "write_bytes"]
+__all__ = ["asked_bytes", "byte_text", "bytes_of", "write_bytes"]
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]i?)?B?", re.IGNORECASE)
 _LONGEST = 40
@@ -35,7 +35,7 @@ def write_bytes(count: int) -> str:
     return str(count)
 
 
-def binary(count: float) -> str:
+def byte_text(count: float) -> str:
     """Return bytes for people, with three figures in powers of 1024: 1234567 is `1.18 MiB`."""
     for unit in ("Gi", "Mi", "Ki"):
         size = _UNITS[unit.lower()]

@@ -11,9 +11,10 @@ import kvtailor.bench.report as report
 from kvtailor.bench.checks import Fraud, check_records
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.plot import plot
-from kvtailor.bench.report.terminal import byte_text, show
+from kvtailor.bench.report.terminal import show
 from kvtailor.bench.schema import Record
 from kvtailor.errors import KvtailorError
+from kvtailor.ops.sizes import byte_text
 
 
 def record(label, task, **fields):

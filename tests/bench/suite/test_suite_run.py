@@ -8,7 +8,7 @@ from tests.support.bench.suite_case import KEEP, PLAN, VERSIONS, dummy, go, smal
 from kvtailor.bench import build
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.measure import machine
-from kvtailor.bench.report.suite.tables import suite_tables
+from kvtailor.bench.report.suite.tables import suite_grids
 from kvtailor.bench.suite.run import prepare
 from kvtailor.bench.suite.suite import SuiteError
 from kvtailor.bench.tasks.needle import Needle
@@ -92,7 +92,7 @@ def test_a_run_goes_on_where_it_was(small, tmp_path):
     model = Watched()
     again = go(small, model, out=tmp_path / "out", data=tmp_path)
     assert model.calls == 0
-    assert [r.key for r in again] == [r.key for r in first] and suite_tables(small, again) == suite_tables(small, first)
+    assert [r.key for r in again] == [r.key for r in first] and suite_grids(small, again) == suite_grids(small, first)
     go(small, model, out=tmp_path / "out", data=tmp_path, resume=False)
     assert model.calls > 0
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,7 @@ from tests.support.bench.suite_case import CONTEXT, KEEP, PLAN, WINDOWS, dummy, 
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.files import markdown_page
 from kvtailor.bench.report.suite.numbers import measured
-from kvtailor.bench.report.suite.pages import suite_pages
-from kvtailor.bench.report.suite.tables import provenance, suite_tables
+from kvtailor.bench.report.suite.tables import provenance, suite_grids, suite_pages
 from kvtailor.bench.report.tables.grid import as_csv
 from kvtailor.bench.schema import latest, read_records
 from kvtailor.bench.suite.run import prepare
@@ -33,29 +33,30 @@ def small(tmp_path, text):
 
 def test_the_tables_hold_what_was_measured_and_say_what_was_not(small, text, tmp_path):
     records = go(small, out=tmp_path / "out", data=tmp_path)
-    loss, again, guess = suite_tables(small, records)
+    loss, again, guess = suite_grids(small, records)
     full, kept = nats(text, None), nats(text, KEEP)
-    rows = {row.labels: row for row in loss.rows}
-    where = str(text)
-    values = [cell.value for cell in rows["snap", where].cells]
+    rows = {cells[0].text: cells[1:] for cells in loss.rows}
+    snap, of_full, of_rank = (f"{label} · {text}" for label in ("snap", "full", "rank"))
+    values = [cell.value for cell in rows[snap][:-1]]
     means = [sum(each) / WINDOWS for each in (full, kept)]
     assert values[0] == pytest.approx(math.exp(means[1]), rel=1e-6)
     assert values[1] == pytest.approx(means[1] - means[0], abs=1e-6) and abs(values[1]) > 1e-3
-    cell = rows["snap", where].cells[1]
-    assert cell.low < cell.value < cell.high and cell.text.startswith(f"{cell.value:+.6f} (") and cell.samples == 6
+    cell = rows[snap][1]
+    assert cell.ends[0] < cell.value < cell.ends[1] and cell.text == f"{cell.value:+.6f}" and len(cell.keys) == 2
+    assert cell.interval == f"{cell.ends[0]:+.6f} to {cell.ends[1]:+.6f}"
     assert values[2] == pytest.approx(100 * math.expm1(values[1]), rel=1e-5)
     assert values[3] == pytest.approx(math.exp(values[1]), abs=1e-6)
     assert values[4] == pytest.approx(8 * KEEP / 1024)
     assert values[5:] == pytest.approx([KEEP / CONTEXT, 1 - KEEP / CONTEXT])
-    assert [cell.value for cell in rows["full", where].cells[:4]] == pytest.approx([math.exp(means[0]), 0, 0, 1])
+    assert [cell.value for cell in rows[of_full][:4]] == pytest.approx([math.exp(means[0]), 0, 0, 1])
     # Data that is not there: dashes, with the reason below; the other text was measured all the same.
-    assert {cell.text for cell in rows["snap", "c4"].cells} == {"–"} and rows["snap", "c4"].missing == ()
-    assert any("c4" in note for note in loss.notes) and loss.notes[0] == "A note."
-    assert any("snap" in note and "again" in note and "same plan" in note for note in loss.notes)
+    assert {cell.text for cell in rows["snap · c4"]} == {None}
+    assert "c4" in loss.note and loss.note.startswith("A note. ")
+    assert re.search(r"snap[^.]* and again[^.]* are the same plan\.", loss.note)
     # A plan and a task that are not there.
-    assert rows["rank", where].missing == ("tomorrow",) and {cell.value for cell in rows["rank", where].cells} == {None}
-    assert guess.rows[0].missing == ("the task telepathy",) and guess.rows[0].cells[0].text == "–"
-    assert again.rows[0].cells[0].value == pytest.approx(math.exp(means[0]))
+    assert rows[of_rank][-1].text == "tomorrow" and {cell.value for cell in rows[of_rank][:-1]} == {None}
+    assert guess.rows[0][-1].text == "the task telepathy" and guess.rows[0][1].text is None
+    assert again.rows[0][1].value == pytest.approx(math.exp(means[0]))
     pages = suite_pages(small, records)
     told = markdown_page(summarise(records), [pages])
     assert "not in this kvtailor yet" in told and "tomorrow" in told and "Not run: Telepathy." in told
@@ -67,12 +68,12 @@ def test_the_tables_hold_what_was_measured_and_say_what_was_not(small, text, tmp
 def test_a_cell_of_several_tasks_is_empty_where_one_is_lacking(small, tmp_path):
     records = go(small, data=tmp_path)
     hits = [x for r in records if r.task == "needle" for x in r.values["hit"]]
-    cells = suite_tables(small, records)[1].rows[0].cells
-    assert len(hits) == 8 and cells[1].value == pytest.approx(100 * sum(hits) / 8) and cells[1].samples == 8
+    cells = suite_grids(small, records)[1].rows[0][1:]
+    assert len(hits) == 8 and cells[1].value == pytest.approx(100 * sum(hits) / 8)
     means = [r.metrics["answer_nll"] for r in records if r.task == "needle"]
     assert cells[2].value == pytest.approx(sum(means) / len(means))
     some = [r for r in records if r.task != "needle" or r.point["kind"] == "needle"]
-    assert [cell.value for cell in suite_tables(small, some)[1].rows[0].cells[1:]] == [None, None]
+    assert [cell.value for cell in suite_grids(small, some)[1].rows[0][2:]] == [None, None]
 
 
 @pytest.mark.parametrize("field", ["text_hash", "model_hash", "dtype", "device", "task_version"])
@@ -80,8 +81,8 @@ def test_what_was_not_measured_alike_does_not_stand_together(small, text, tmp_pa
     records = go(small, data=tmp_path)
     other = 1 if field == "task_version" else "other"
     mixed = [replace(r, **{field: other}, started="2001" + r.started[4:]) if r.label == PLAN else r for r in records]
-    rows = {row.labels: row for row in suite_tables(small, mixed)[0].rows}
-    assert rows["snap", str(text)].cells[0].value is None and rows["full", str(text)].cells[0].value is not None
+    rows = {cells[0].text: cells[1:] for cells in suite_grids(small, mixed)[0].rows}
+    assert rows[f"snap · {text}"][0].value is None and rows[f"full · {text}"][0].value is not None
 
 
 def test_ratios_have_a_geometric_mean(tmp_path):
@@ -123,11 +124,11 @@ rows = [{ plan = "full" }, { plan = "snapkv @ tokens=32" }]
     suite = read_suite(path)
     records = prepare(suite, dummy()).run(bandwidth=False)
     timed = [replace(r, timings={"tpot": {"median": 0.5}}) for r in records]
-    assert [row.cells[0].value for row in suite_tables(suite, timed)[0].rows] == [500.0, 500.0]
-    disturbed = suite_tables(suite, [replace(r, timings={}) for r in records])[0]
-    assert disturbed.rows[0].cells[0].text == "–" and any("disturbed" in note for note in disturbed.notes)
+    assert [cells[1].value for cells in suite_grids(suite, timed)[0].rows] == [500.0, 500.0]
+    disturbed = suite_grids(suite, [replace(r, timings={}) for r in records])[0]
+    assert disturbed.rows[0][1].text is None and "disturbed" in disturbed.note
     other = [replace(r, run="other", started="2001" + r.started[4:]) if r.label == PLAN else r for r in timed]
-    assert [row.cells[0].value for row in suite_tables(suite, other)[0].rows] == [500.0, None]
+    assert [cells[1].value for cells in suite_grids(suite, other)[0].rows] == [500.0, None]
 
 
 def test_a_note_says_why_there_is_no_number(small, text, tmp_path):
@@ -135,10 +136,10 @@ def test_a_note_says_why_there_is_no_number(small, text, tmp_path):
     where = [r for r in records if r.asked and "c4" in r.asked and r.label == PLAN]
     good = next(r for r in records if r.task == "perplexity" and r.label == PLAN and r.error is None)
     other = replace(good, asked=where[0].asked, text="some books")
-    told = suite_tables(small, [*[r for r in records if r not in where], other])[0].notes
-    assert "c4 is some books here." in told and not [note for note in told if "no record" in note]
-    told = suite_tables(small, [r for r in records if r is not good])[0].notes
-    assert any("no record that may stand" in note for note in told)
+    told = suite_grids(small, [*[r for r in records if r not in where], other])[0].note
+    assert "c4 is some books here." in told and "no record" not in told
+    told = suite_grids(small, [r for r in records if r is not good])[0].note
+    assert "no record that may stand" in told
 
 
 def test_rows_of_one_plan_with_other_numbers_are_not_called_the_same(tmp_path, text):
@@ -155,18 +156,18 @@ columns = [{{ label = "full", plan = "full", task = "ppl" }}]
 rows = [{{ Metric = "PPL", value = "metrics.perplexity" }}, {{ Metric = "bytes", value = "bytes_held" }}]
 """)
     suite = read_suite(path)
-    assert suite_tables(suite, prepare(suite, dummy()).run(bandwidth=False))[0].notes == ()
+    assert suite_grids(suite, prepare(suite, dummy()).run(bandwidth=False))[0].note == ""
 
 
 def test_records_of_others_are_passed_over(small, tmp_path):
     records = go(small, data=tmp_path)
     foreign = [replace(r, asked=None, started="2999" + r.started[4:]) for r in records]
-    assert suite_tables(small, [*records, *foreign]) == suite_tables(small, records)
+    assert suite_grids(small, [*records, *foreign]) == suite_grids(small, records)
     for these in ([], foreign):
         with pytest.raises(KvtailorError, match="kvtailor bench --suite small"):
-            suite_tables(small, these)
+            suite_grids(small, these)
     with pytest.raises(KvtailorError, match="for other"):
-        suite_tables(small, records, model="other")
+        suite_grids(small, records, model="other")
 
 
 def test_the_line_names_every_machine_and_version_behind_the_numbers(small, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from tests.support.bench.made_records import MACHINE, record
 
 from kvtailor.bench.report.suite.numbers import measured
-from kvtailor.bench.report.suite.tables import suite_tables
+from kvtailor.bench.report.suite.tables import suite_grids
 from kvtailor.bench.runner import contestants_of, run
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
@@ -165,8 +165,8 @@ def test_the_page_is_made_from_records_alone(suite: Suite, tmp_path: Path) -> No
     assert "| `score · h2o` | – | – | – | – |" in page and "h2o was tired" in page
     assert "2026-01-02" in page and "commit aaaaaaaaaaaa" in page and "(one)" in page
     assert "kvtailor bench --suite scoring --model random-llama --out FOLDER" in page
-    table = suite_tables(suite, records)[-1]
-    assert [row.cells[0].value for row in table.rows] == [pytest.approx(math.fsum((1.0, 1.5, 1.2, 0.9, 1.1)) / 5)] * 3
+    table = suite_grids(suite, records)[-1]
+    assert [row[1].value for row in table.rows] == [pytest.approx(math.fsum((1.0, 1.5, 1.2, 0.9, 1.1)) / 5)] * 3
 
 
 def test_one_table_of_the_page_is_written_anew_and_says_so(suite: Suite, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean
 from typing import TYPE_CHECKING
@@ -49,6 +49,31 @@ class Estimate:
     low: float | None
     high: float | None
     count: int
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Both ends of the interval; None without one."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+    def map(self, to: Callable[[float], float]) -> Estimate:
+        """Return the same in another unit.
+
+        Args:
+            to: what becomes of the value and of each end; where it falls, the ends change places.
+        """
+        low, high = sorted(map(to, self.ends)) if self.ends else (None, None)
+        return Estimate(to(self.value), low, high, self.count)
+
+    def interval(self, digits: int, *, scale: float = 1.0, signed: bool = False) -> str | None:
+        """Return both ends as words; None without them.
+
+        Args:
+            digits: behind the point.
+            scale: what they are multiplied with.
+            signed: whether one above 0 has its sign too.
+        """
+        sign = "+" if signed else ""
+        return " to ".join(f"{scale * end:{sign}.{digits}f}" for end in self.ends) if self.ends else None
 
 
 @dataclass(frozen=True)
@@ -208,9 +233,7 @@ def geometric_mean(values: Sequence[float]) -> Estimate:
     """
     if not values or min(values) <= 0:
         raise ArgumentError(f"asked for the geometric mean of {len(values)} ratios: give at least one, all above 0")
-    found = mean([math.log(each) for each in values])
-    low, high = (None if end is None else math.exp(end) for end in (found.low, found.high))
-    return Estimate(math.exp(found.value), low, high, found.count)
+    return mean([math.log(each) for each in values]).map(math.exp)
 
 
 def calibration_error(confidence: Sequence[float], right: Sequence[bool], *, bins: int = 15) -> float:

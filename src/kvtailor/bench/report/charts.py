@@ -19,8 +19,9 @@ from kvtailor.bench.report.page import HeatMap, Maps, Plan, Point, question
 from kvtailor.bench.report.points import Series, base, series_of
 from kvtailor.bench.report.rows import Row
 from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure
-from kvtailor.bench.report.words import byte_text, byte_unit, milliseconds, significant
+from kvtailor.bench.report.words import byte_unit, milliseconds, significant
 from kvtailor.bench.schema import Record
+from kvtailor.ops.sizes import byte_text
 
 __all__ = [
     "MOST_DRAWN",
@@ -115,10 +116,8 @@ def _losses(drawn: Drawn, measure: Measure) -> Iterator[tuple[Point, Sequence[st
         score = measure.scores.get(row.plan_hash)
         if row.is_full or score is None or score.difference is None or not score.bytes_held or not score.ratio:
             continue
-        value, low, high = score.difference.value, score.difference.low, score.difference.high
-        if not measure.lower_is_better:
-            value, low, high = -value, None if high is None else -high, None if low is None else -low
-        yield Point(drawn.number(row), score.bytes_held, score.ratio, value, low, high), score.keys
+        lost = score.difference if measure.lower_is_better else score.difference.map(lambda each: -each)
+        yield Point(drawn.number(row), score.bytes_held, score.ratio, lost.value, lost.low, lost.high), score.keys
 
 
 def _divergences(drawn: Drawn) -> Iterator[tuple[Point, Sequence[str]]]:

@@ -8,10 +8,9 @@ from kvtailor.bench.measure.equivalence import Margins
 from kvtailor.bench.report import Summary, summarise
 from kvtailor.bench.report.leaderboard import board_grid, leaderboard_page
 from kvtailor.bench.report.run_page import run_page
-from kvtailor.bench.report.suite.pages import SuitePages, suite_pages
 from kvtailor.bench.report.suite.ranking import rank_each
 from kvtailor.bench.report.suite.records import SuiteRun, by_model
-from kvtailor.bench.report.suite.tables import provenance
+from kvtailor.bench.report.suite.tables import SuitePages, provenance, suite_pages
 from kvtailor.bench.report.table import as_long_csv
 from kvtailor.bench.report.tables.grid import Grid, as_csv, as_latex, as_markdown, safe_markdown, visible
 from kvtailor.bench.report.tables.tables import main_grid, quality_grid, task_grids

@@ -26,9 +26,9 @@ from kvtailor.bench.report.page import (
     render,
 )
 from kvtailor.bench.report.suite.ranking import FEWER, LEADS, LEVEL, WORSE, Place, RankedColumn, RankedScore, Ranking
-from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid, interval
-from kvtailor.bench.report.words import byte_text
+from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid, number, word
 from kvtailor.bench.schema import Record
+from kvtailor.ops.sizes import byte_text
 from kvtailor.presets import FULL
 
 __all__ = ["board_grid", "leaderboard_page"]
@@ -163,11 +163,11 @@ def board_grid(rankings: Sequence[Ranking]) -> Grid:
             told = (ranking.last.model, held, " or ".join(place.written))
             rows.append(
                 (
-                    _text(place.plan),
-                    *(map(_text_or_none, told) if several else ()),
-                    _text(place.family),
-                    _text(place.label),
-                    EMPTY if place.budget is None else _number(100 * place.budget, 2),
+                    word(place.plan),
+                    *(map(word, told) if several else ()),
+                    word(place.family),
+                    word(place.label),
+                    EMPTY if place.budget is None else number(100 * place.budget, 2),
                     _bytes(place),
                     *(_score_cell(columns[each], place) if each in columns else EMPTY for each in labels),
                     *(_time(place, label) for label in timed),
@@ -274,7 +274,7 @@ def _question(
         numbers: of the plans on the page, by their plan hash on this model.
         records: by key.
     """
-    sign, scale = -1 if column.higher else 1, 100 if column.hits else 1
+    by = (-1 if column.higher else 1) * (100 if column.hits else 1)
     points, full, tokens, written = [], 0, None, {}
     for place in model.ranking.places:
         score = place.scores.get(column.label)
@@ -283,11 +283,9 @@ def _question(
             continue
         if heaviest.bytes_full > full:
             full, tokens = heaviest.bytes_full, heaviest.tokens_seen
-        low, high = (None if e is None else sign * scale * e for e in (score.difference.low, score.difference.high))
-        low, high = (high, low) if sign < 0 else (low, high)
+        loss = score.difference.map(lambda each: by * each)
         share = heaviest.bytes_held / heaviest.bytes_full
-        loss = sign * scale * score.difference.value
-        points.append(Point(numbers[place.plan_hash], heaviest.bytes_held, share, loss, low, high))
+        points.append(Point(numbers[place.plan_hash], heaviest.bytes_held, share, loss.value, loss.low, loss.high))
         written[numbers[place.plan_hash]] = place.plan
     if not points:
         return None
@@ -324,11 +322,11 @@ def _uncompressed(models: Sequence[_Model], records: Mapping[str, Record]) -> Ta
         size = None if longest is None else longest.bytes_full
         rows.append(
             (
-                _text(model.name),
-                EMPTY if not last.parameters else _number(last.parameters / 1e6, 1),
-                _text_or_none(last.held_in),
-                EMPTY if seen is None else _number(seen, 0, f"{seen:,}"),
-                EMPTY if size is None else _number(size, 0, byte_text(size)),
+                word(model.name),
+                EMPTY if not last.parameters else number(last.parameters / 1e6, 1),
+                word(last.held_in),
+                EMPTY if seen is None else number(seen, 0, f"{seen:,}"),
+                EMPTY if size is None else number(size, 0, byte_text(size)),
                 *(_full_cell(model.columns.get(label)) for label in labels),
             )
         )
@@ -344,7 +342,7 @@ def _full_cell(column: RankedColumn | None) -> Cell:
     found, silent = column.full, "; says nothing here" if column.silent else ""
     if not column.hits:
         return Cell(text=f"{found.value:.3f}", value=found.value, interval=f"nats, {found.count} samples{silent}")
-    ends = interval([None if e is None else 100 * e for e in (found.low, found.high)], 0)
+    ends = found.interval(0, scale=100)
     return Cell(text=f"{100 * found.value:.0f} %", value=found.value, interval=f"{ends} % of {found.count}{silent}")
 
 
@@ -356,9 +354,9 @@ def _leaders(models: Sequence[_Model], budgets: Sequence[float]) -> Iterator[Blo
     for budget in budgets:
         for model in models:
             if model.ranking.at(budget):
-                name = [_text(model.name)] if several else []
+                name = [word(model.name)] if several else []
                 cells = (_leader(model.ranking, budget, model.columns.get(label)) for label in labels)
-                rows.append((_number(100 * budget, 1, _percent(budget)), *name, *cells))
+                rows.append((number(100 * budget, 1, _percent(budget)), *name, *cells))
                 plans.append(f"{_percent(budget)}{model.on}")
     heads = ("bytes", *(["model"] if several else []), *labels)
     grid = Grid(name="leaders", title="who leads", heads=heads, rows=tuple(rows), plans=tuple(plans))
@@ -413,8 +411,8 @@ def _table(models: Sequence[_Model], full: _Line, others: Sequence[_Line], budge
         ),
         rows=tuple(
             (
-                _text(line.named.label),
-                *([_text(line.named.family), _bytes(line.named)] if not several else []),
+                word(line.named.label),
+                *([word(line.named.family), _bytes(line.named)] if not several else []),
                 *(_score_cell(column, line.places[i], budget, shaded=several) for i, column in scored),
                 *(map(_bytes, line.places) if several else ()),
                 *(_time(line.places[i], label) for i, label in timed),
@@ -457,13 +455,11 @@ def _score_cell(
     score = None if place is None else place.scores.get(column.label)
     if place is None or score is None:
         return EMPTY
-    ends = (score.difference.low, score.difference.high)
-    known = (ends[0], ends[1]) if ends[0] is not None and ends[1] is not None else None
     return Cell(
         text=_mean(column, score),
         value=score.difference.value,
         interval=_small(column, score, place, budget),
-        ends=known,
+        ends=score.difference.ends,
         keys=score.keys,
         shade=_SHADES.get(score.standing or "") if shaded and place.budget == budget else None,
     )
@@ -475,15 +471,15 @@ def _mean(column: RankedColumn, score: RankedScore) -> str:
 
 def _small(column: RankedColumn, score: RankedScore, place: Place, budget: float | None) -> str | None:
     if place.budget is None and place.share is not None and place.label == FULL:
-        ends = (None, None) if column.full is None else (column.full.low, column.full.high)
-        shown = interval([None if e is None else 100 * e for e in ends], 0) if column.hits else f"{score.mean:.3f} nats"
-        return shown if shown is None or not column.hits else f"{shown} %"
-    ends = (score.difference.low, score.difference.high)
+        if not column.hits:
+            return f"{score.mean:.3f} nats"
+        ends = None if column.full is None else column.full.interval(0, scale=100)
+        return ends and f"{ends} %"
     if column.hits:
-        between = interval([None if e is None else 100 * e for e in ends], 0, signed=True)
-        between = f"{100 * score.difference.value:+.0f} ({between})"
+        ends = score.difference.interval(0, scale=100, signed=True)
+        between = f"{100 * score.difference.value:+.0f} ({ends})"
     else:
-        between = interval(ends, 3, signed=True) or "too few samples for an interval"
+        between = score.difference.interval(3, signed=True) or "too few samples for an interval"
     elsewhere = budget is not None and place.budget != budget
     away = ("at no budget" if place.budget is None else f"at {_percent(place.budget)}") if elsewhere else ""
     standing = " ".join(filter(None, [_WORDS.get(score.standing or "", ""), away]))
@@ -491,23 +487,11 @@ def _small(column: RankedColumn, score: RankedScore, place: Place, budget: float
 
 
 def _bytes(place: Place | None) -> Cell:
-    return EMPTY if place is None or place.share is None else _number(100 * place.share, 1)
+    return EMPTY if place is None or place.share is None else number(100 * place.share, 1)
 
 
 def _time(place: Place | None, label: str) -> Cell:
-    return _number(place.times[label], 2) if place is not None and label in place.times else EMPTY
-
-
-def _number(value: float, digits: int, text: str = "") -> Cell:
-    return Cell(text=text or f"{value:.{digits}f}", value=value)
-
-
-def _text(text: str) -> Cell:
-    return Cell(text=text, value=text)
-
-
-def _text_or_none(text: str | None) -> Cell:
-    return EMPTY if text is None else _text(text)
+    return number(place.times[label], 2) if place is not None and label in place.times else EMPTY
 
 
 def _percent(share: float) -> str:

@@ -35,7 +35,7 @@ from kvtailor.bench.report.page import (
     render,
 )
 from kvtailor.bench.report.rows import OWN, Row
-from kvtailor.bench.report.suite.pages import SuitePages
+from kvtailor.bench.report.suite.tables import SuitePages
 from kvtailor.bench.report.tables.grid import Grid
 from kvtailor.bench.report.tables.tables import main_grid, quality_grid, task_grids
 

@@ -11,6 +11,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtailor.bench.kinds import KINDS, metric_of
@@ -215,8 +216,7 @@ def _differences(record: Record, full: Record, of: Number) -> Iterator[Number]:
         both = of._replace(n=found.count, keys=(record.key, full.key))
         yield both._replace(metric=f"{named}_over_full", unit=unit, value=found.value, low=found.low, high=found.high)
         if record.task == "perplexity":
-            low, high = (None if end is None else math.exp(end) for end in (found.low, found.high))
-            ratio = math.exp(found.value)
+            ratio, low, high, _ = astuple(found.map(math.exp))
             yield both._replace(metric="perplexity_over_full", unit="ratio", value=ratio, low=low, high=high)
 
 
@@ -241,9 +241,8 @@ def _over_points(measure: Measure, by_plan: Mapping[str, Record]) -> Iterator[Nu
         yield own
         found = score.difference
         if found is not None and not by_plan[plan].is_full:
-            low, high = (None if end is None else end / 100 for end in (found.low, found.high))
-            more = f"{name}_over_full"
-            yield own._replace(metric=more, value=found.value / 100, low=low, high=high, n=found.count)
+            value, low, high, count = astuple(found.map(lambda each: each / 100))
+            yield own._replace(metric=f"{name}_over_full", value=value, low=low, high=high, n=count)
 
 
 def _unit(task: str, name: str) -> str:

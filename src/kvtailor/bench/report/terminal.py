@@ -1,4 +1,4 @@
-"""A run in a terminal: the answer, the table, the small print."""
+"""A run in a terminal: the answer, the table, the small print; and the tables of a suite."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvtailor.bench.measure.equivalence import Margins
 from kvtailor.bench.report import Summary
 from kvtailor.bench.report.machines import hardware_text, versions_text
 from kvtailor.bench.report.rows import OWN, Row
+from kvtailor.bench.report.suite.tables import SuitePages
 from kvtailor.bench.report.tables.grid import Cell, Grid
 from kvtailor.bench.report.tables.tables import brief_grid, quality_grid
-from kvtailor.bench.report.words import byte_text
 
-__all__ = ["Column", "byte_text", "fit", "show"]
+__all__ = ["show", "show_suite"]
 
 Column = tuple[str, Literal["left", "right"], list[Text]]
 """Name, side and cells; that of the plans has the name 'plan'."""
@@ -49,7 +49,7 @@ def show(summary: Summary, console: Console) -> None:
             console.print(Text(f" {number}  {row.label}", style="bold" if row.is_full else ""))
         console.print()
     joint = "\n" if narrow else "  "
-    for table in fit(_columns(brief_grid(summary.rows), summary, joint, numbered=narrow), console):
+    for table in _fit(_columns(brief_grid(summary.rows), summary, joint, numbered=narrow), console):
         console.print(table)
         console.print()
     if _says_more(summary):
@@ -59,7 +59,7 @@ def show(summary: Summary, console: Console) -> None:
         console.print()
         every = quality_grid(summary.measures, summary.rows)
         heads = tuple(head.replace(", ", "\n") for head in every.heads)
-        for table in fit(_columns(replace(every, heads=heads), summary, "\n", numbered=narrow), console):
+        for table in _fit(_columns(replace(every, heads=heads), summary, "\n", numbered=narrow), console):
             console.print(table)
             console.print()
     if summary.missing:
@@ -74,6 +74,22 @@ def show(summary: Summary, console: Console) -> None:
     if advice.next is not None:
         console.print()
         console.print(Text(f"Next: {advice.next}", style="bold"), soft_wrap=True)
+
+
+def show_suite(pages: SuitePages, console: Console) -> None:
+    """Prints all tables, each in as many parts as the terminal's width needs."""
+    for grid in pages.grids:
+        console.print()
+        console.print(Text(grid.title, style="bold"))
+        console.print()
+        for part in _fit(list(_suite_columns(grid)), console):
+            console.print(part)
+            console.print()
+        if grid.note:
+            console.print(Padding(Text(grid.note, style="dim"), (0, 0, 0, 1)))
+    if pages.idle:
+        console.print(Text(f"Not run: {'; '.join(pages.idle)}.", style="yellow"))
+    console.print(Text(pages.line, style="dim"))
 
 
 def _plans(summary: Summary) -> list[Row]:
@@ -102,6 +118,18 @@ def _columns(grid: Grid, summary: Summary, joint: str, *, numbered: bool) -> lis
     return columns
 
 
+def _suite_columns(grid: Grid) -> Iterator[Column]:
+    for index, head in enumerate(grid.heads):
+        cells = [Text(_two_lines(row[index])) for row in grid.rows]
+        yield ("plan" if index == 0 else head.replace(" (", "\n("), "left" if index == 0 else "right", cells)
+
+
+def _two_lines(cell: Cell) -> str:
+    """A cell with what stands in brackets below it."""
+    whole = f"{cell.text} ({cell.interval})" if cell.interval else cell.text or "–"
+    return whole.replace(" (", "\n(")
+
+
 def _text(cell: Cell, joint: str) -> Text:
     if cell.text is None:
         return Text(MISSING, style="dim")
@@ -115,7 +143,7 @@ def _says_more(summary: Summary) -> bool:
     return tasks.count("perplexity") > 1 or tasks.count("needle") > 1 or not {"perplexity", "needle"}.issuperset(tasks)
 
 
-def fit(columns: list[Column], console: Console) -> Iterator[Table]:
+def _fit(columns: list[Column], console: Console) -> Iterator[Table]:
     """Tables that the terminal is wide enough for, with the first column in each; columns of dashes are left out."""
     plan, *others = [column for column in columns if any(str(cell) != MISSING for cell in column[2])]
     group = [plan]

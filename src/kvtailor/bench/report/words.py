@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from kvtailor.ops.sizes import binary
-
-__all__ = ["byte_text", "byte_unit", "flop_text", "milliseconds", "significant"]
+__all__ = ["byte_unit", "flop_text", "milliseconds", "significant"]
 
 _BYTES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-
-
-def byte_text(count: float) -> str:
-    """Bytes in powers of 1024."""
-    return binary(count)
 
 
 def byte_unit(most: float) -> tuple[str, int]:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtailor.bench.report.tables.grid import interval
 from kvtailor.bench.safety.check import MARGIN, check_model
 from kvtailor.bench.safety.plans import candidates_of
 from kvtailor.bench.safety.result import ModelCheck, filled, left_out
@@ -83,7 +82,7 @@ class EngineCheck:
                 found += filled(f"    not measured: {each.verdict.error}", hang=6)
             else:
                 loss = each.verdict.loss
-                ends = interval((loss.low, loss.high), 4, signed=True)
+                ends = loss.interval(4, signed=True)
                 between = f" ({ends})" if ends else ""
                 found += [f"    {100 * each.verdict.bytes:3.0f} % {loss.value:+.4f}{between}  {each.verdict.word}"]
             found += filled(f"    as {each.verdict.plan}", hang=6)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtailor.cli.words.lines import say
-from kvtailor.ops.sizes import binary as byte_text
+from kvtailor.ops.sizes import byte_text
 
 if TYPE_CHECKING:
     from kvtailor.hf.model.geometry import Geometry
@@ -300,7 +300,7 @@ def reachable(geometry: Geometry, element: int, tokens: int | None) -> Reach:
 
 def say_reachable(reach: Reach) -> list[str]:
     """The same as sentences; none where all of the cache is within reach."""
-    from kvtailor.bench.report.words import byte_text
+    from kvtailor.ops.sizes import byte_text
 
     if not reach.windows and reach.states == 0:
         return []
@@ -376,7 +376,7 @@ def forecast(
 
 def say_forecast(found: dict[str, Any]) -> None:
     """The same in lines; none where nothing lives elsewhere."""
-    from kvtailor.bench.report.words import byte_text
+    from kvtailor.ops.sizes import byte_text
 
     if not found["bytes_moved"]:
         return

@@ -12,7 +12,5 @@ __all__ = ["loss_words"]
 
 def loss_words(loss: Estimate) -> str:
     """Return a loss over the windows of a text with its interval, where there are enough of them for one."""
-    from kvtailor.bench.report.tables.grid import interval
-
-    ends = interval((loss.low, loss.high), 4, signed=True)
+    ends = loss.interval(4, signed=True)
     return f"{loss.value:+.4f} nats a token{f' ({ends})' if ends else ''}, {loss.count} windows"

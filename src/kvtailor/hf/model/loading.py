@@ -36,7 +36,7 @@ from kvtailor.hf.model.config import (
     unreadable,
 )
 from kvtailor.hf.model.processes import ALONE, Processes
-from kvtailor.ops.sizes import binary
+from kvtailor.ops.sizes import byte_text
 from kvtailor.plan.calls import check_call
 
 __all__ = [
@@ -262,8 +262,8 @@ def _dequantised(file: Path, model: PreTrainedModel) -> str:
     dtype = str(model.dtype).removeprefix("torch.")
     what = f"its tensors that hold codes ({coded}) were" if coded else "nothing of it was coded, and all of it was"
     return (
-        f"{what} turned into {dtype}, {binary(size)} of weights where the file has {binary(file.stat().st_size)}; "
-        "answers are those of the codes, time and memory are not"
+        f"{what} turned into {dtype}, {byte_text(size)} of weights where the file has "
+        f"{byte_text(file.stat().st_size)}; answers are those of the codes, time and memory are not"
     )
 
 

@@ -33,7 +33,7 @@ from kvtailor.hf.sizes.layer import BytesByAge, LayerForecast, Whole
 from kvtailor.hf.sizes.segments import NOTHING, Bounds, SegmentBytes, summed
 from kvtailor.hf.sizes.simulate import Evictions, Holding, Unit, simulate
 from kvtailor.ops.notebook_html import Share, Shown, html_block, html_table
-from kvtailor.ops.sizes import binary
+from kvtailor.ops.sizes import byte_text
 from kvtailor.plan import Plan
 from kvtailor.plan.arguments import with_nested
 from kvtailor.plan.calls import check_call
@@ -134,15 +134,15 @@ class CacheSize:
         """The size in a few lines, in units of 1024."""
         after = f" and {self.new_tokens} decoded ones" if self.new_tokens else ""
         rows = f"{self.batch} rows of " if self.batch > 1 else ""
-        size = binary(self.total)
+        size = byte_text(self.total)
         if not self.exact:
-            size = f"{binary(self.low)} to {binary(self.high)}"
+            size = f"{byte_text(self.low)} to {byte_text(self.high)}"
         lines = [
             f"{self.plan}: {size} after {rows}{self.context} tokens{after}, "
-            f"{'' if self.exact else 'about '}{self.share:.3f} of {binary(self.full)} without the plan"
+            f"{'' if self.exact else 'about '}{self.share:.3f} of {byte_text(self.full)} without the plan"
         ]
         for name, each in self.stages.items():
-            amount = binary(each.low) if each.exact else f"{binary(each.low)} to {binary(each.high)}"
+            amount = byte_text(each.low) if each.exact else f"{byte_text(each.low)} to {byte_text(each.high)}"
             lines.append(f"  {name:<8} {amount}")
         return "\n".join([*lines, *(f"  not known before a run: {reason}" for reason in self.reasons)])
 
@@ -159,7 +159,7 @@ class CacheSize:
         rows: list[list[Shown]] = [
             [
                 name,
-                binary(each.low) if each.exact else f"{binary(each.low)} to {binary(each.high)}",
+                byte_text(each.low) if each.exact else f"{byte_text(each.low)} to {byte_text(each.high)}",
                 Share(f"{100 * each.high / self.full:.1f} %", each.high / self.full),
             ]
             for name, each in bounds.items()

@@ -20,8 +20,8 @@ from markupsafe import Markup
 
 from kvtailor.bench.report.front import front_of
 from kvtailor.bench.report.tables.grid import Cell, Grid
-from kvtailor.bench.report.words import byte_text
 from kvtailor.bench.schema import Record
+from kvtailor.ops.sizes import byte_text
 
 __all__ = [
     "COLOURS",

@@ -54,7 +54,7 @@ def _plain(measure: str, tasks: Sequence[Sequence[Record]]) -> Estimate | None:
         if head == "geometric":
             return geometric_mean(values) if min(values) > 0 else None
         top = _top(name, tasks, values)
-        return mean(values) if top is None else _times(share([value / top for value in values]), top)
+        return mean(values) if top is None else share([value / top for value in values]).map(lambda each: top * each)
     per_task = [_of_task(measure, records) for records in tasks]
     numbers = [number for number in per_task if number is not None]
     return Estimate(fmean(numbers), None, None, len(numbers)) if len(numbers) == len(per_task) else None
@@ -92,13 +92,12 @@ def _paired(
     if shows == "value":
         top = _top(name, ours, [x for both in pairs for x in both])
         if top is not None:
-            return _times(share_difference(*zip(*((a / top, b / top) for a, b in pairs), strict=True)), top)
+            shares = zip(*((a / top, b / top) for a, b in pairs), strict=True)
+            return share_difference(*shares).map(lambda each: top * each)
         return mean_difference(*zip(*pairs, strict=True), documents=documents_of(ours))
     if not all(x > 0 for both in pairs for x in both):
         return None
-    found = geometric_mean([mine / other for mine, other in pairs])
-    low, high = (None if end is None else end - (shows == "change") for end in (found.low, found.high))
-    return Estimate(found.value - (shows == "change"), low, high, found.count)
+    return geometric_mean([mine / other for mine, other in pairs]).map(lambda each: each - (shows == "change"))
 
 
 def paired_samples(
@@ -137,11 +136,6 @@ def _top(name: str, tasks: Sequence[Sequence[Record]], values: Sequence[float]) 
     percent = all(record.task == "longcontext" for records in tasks for record in records)
     top = 100.0 if percent else 1.0
     return top if name in SHARES and all(0 <= value <= top for value in values) else None
-
-
-def _times(found: Estimate, by: float) -> Estimate:
-    low, high = (None if end is None else by * end for end in (found.low, found.high))
-    return Estimate(by * found.value, low, high, found.count)
 
 
 def _disturbed(record: Record, name: str) -> Sequence[float]:

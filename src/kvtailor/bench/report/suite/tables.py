@@ -1,74 +1,71 @@
-"""The tables of a suite, from records alone, in the report's own columns."""
+"""The tables of a suite, from records alone, as grids for every kind of page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import GENERATED, KINDS, TEXTS
 from kvtailor.bench.report.machines import hardware_text, machines_of, versions_text
 from kvtailor.bench.report.suite.numbers import measured
 from kvtailor.bench.report.suite.records import alike, behind, by_task
+from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid, word
 from kvtailor.bench.schema import Record
 from kvtailor.bench.suite.cells import SuiteCell, SuiteTable, TableRow, TaskSettings
 from kvtailor.bench.suite.suite import Suite
+from kvtailor.errors import KvtailorError
 
-__all__ = ["FilledCell", "FilledRow", "FilledTable", "provenance", "suite_tables"]
-
-_DASH = "–"
+__all__ = ["SuitePages", "provenance", "suite_grids", "suite_pages"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FilledCell:
-    """One number of a table, as shown.
+class SuitePages:
+    """What pages show of a suite.
 
     Attributes:
-        text: as shown; a dash where it was not measured.
-        value: None where it was not measured; scaled as the table has it.
-        low, high: its 95 % interval, where there is one.
-        plan: the plan it belongs to.
-        plan_hash: its content hash, as records have it.
-        samples: behind it, over all of its records; None where they have no number of them.
-        keys: of the records that it comes from.
+        name: of the suite.
+        title: of the suite.
+        line: which model, when, where and with what it was measured.
+        grids: its tables of which something was run.
+        idle: titles of those of which nothing was.
     """
-
-    text: str
-    value: float | None
-    low: float | None
-    high: float | None
-    plan: str
-    plan_hash: str
-    samples: int | None
-    keys: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FilledRow:
-    """Labels, cells, and what of the row this kvtailor does not have: names of methods, settings and tasks."""
-
-    labels: tuple[str, ...]
-    cells: tuple[FilledCell, ...]
-    missing: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FilledTable:
-    """A table with its numbers; `notes` are whole sentences that stand below it."""
 
     name: str
     title: str
-    labels: tuple[str, ...]
-    columns: tuple[str, ...]
-    rows: tuple[FilledRow, ...]
-    notes: tuple[str, ...]
+    line: str
+    grids: tuple[Grid, ...]
+    idle: tuple[str, ...]
 
 
-def suite_tables(suite: Suite, records: Sequence[Record], *, model: str | None = None) -> list[FilledTable]:
-    """All tables of a suite with the numbers that are there.
+def suite_pages(suite: Suite, records: Sequence[Record], *, only: Sequence[str] = ()) -> SuitePages | None:
+    """The tables of a suite that records fill; None where no record is of it.
+
+    Args:
+        suite: from `read_suite`.
+        records: of any runs.
+        only: names of the tables wanted; none: all.
+    """
+    try:
+        grids = suite_grids(suite, records)
+    except KvtailorError:
+        return None
+    wanted = [grid for grid in grids if not only or grid.name.removeprefix(f"{suite.name}-") in only]
+    run = [grid for grid in wanted if any(cell.keys for row in grid.rows for cell in row)]
+    return SuitePages(
+        name=suite.name,
+        title=suite.title,
+        line=provenance(suite, records),
+        grids=tuple(run),
+        idle=tuple(grid.title for grid in wanted if grid not in run),
+    )
+
+
+def suite_grids(suite: Suite, records: Sequence[Record], *, model: str | None = None) -> list[Grid]:
+    """All tables of a suite with the numbers that are there, in the suite's order, each named SUITE-TABLE.
 
     A table compares what was measured alike: the latest weights, dtype and device of the model; of each task the latest
-    version and text; times of one run only. What does not fit is shown as not measured.
+    version and text; times of one run only. What does not fit is shown as not measured. Where this kvtailor lacks
+    methods, settings or tasks of a row, the last column has their names.
 
     Args:
         suite: from `read_suite`.
@@ -80,7 +77,7 @@ def suite_tables(suite: Suite, records: Sequence[Record], *, model: str | None =
     """
     found = alike(suite, records, model)
     filler = _Filler(suite, by_task(found))
-    return [filler.table(table) for table in suite.tables_for(found[-1].model)]
+    return [filler.grid(table) for table in suite.tables_for(found[-1].model)]
 
 
 def provenance(suite: Suite, records: Sequence[Record], *, model: str | None = None) -> str:
@@ -111,79 +108,64 @@ class _Filler:
     def __init__(self, suite: Suite, records: dict[str, list[Record]]):
         self._suite = suite
         self._records = records
-        self._contestants: dict[str, Contestant] = {}
 
-    def table(self, table: SuiteTable) -> FilledTable:
-        rows = [self._row(row) for row in table.rows]
-        return FilledTable(
-            name=table.name,
-            title=table.title,
-            labels=table.labels,
-            columns=table.columns,
-            rows=tuple(rows),
-            notes=tuple([table.note] if table.note else []) + tuple(self._notes(table)),
-        )
-
-    def _row(self, row: TableRow) -> FilledRow:
-        missing = [
-            name
-            for cell in row.cells
-            for name in [
-                *(n for plan in (cell.plan, cell.against) if plan for n in self._contestant(plan).missing),
-                *(f"the task {asked.kind}" for asked in cell.tasks if asked.kind not in KINDS),
-            ]
+    def grid(self, table: SuiteTable) -> Grid:
+        missing = [self._missing(row) for row in table.rows]
+        gaps = any(missing)
+        rows = [
+            (word(" · ".join(row.labels)), *map(self._cell, row.cells), *([word(lacking or None)] if gaps else []))
+            for row, lacking in zip(table.rows, missing, strict=True)
         ]
-        return FilledRow(
-            labels=row.labels, cells=tuple(map(self._cell, row.cells)), missing=tuple(dict.fromkeys(missing))
+        hashes = [dict.fromkeys(self._suite.contestant(cell.plan).hash for cell in row.cells) for row in table.rows]
+        return Grid(
+            name=f"{self._suite.name}-{table.name}",
+            title=table.title,
+            note=" ".join(filter(None, [table.note, *self._notes(table)])),
+            heads=(" · ".join(table.labels), *table.columns, *(["not in this kvtailor yet"] if gaps else [])),
+            rows=tuple(rows),
+            plans=tuple(" ".join(each) for each in hashes),
         )
 
-    def _cell(self, cell: SuiteCell) -> FilledCell:
-        wanted = self._contestant(cell.plan).hash
+    def _missing(self, row: TableRow) -> str:
+        """What of a row this kvtailor does not have."""
+        plans = [plan for cell in row.cells for plan in (cell.plan, cell.against) if plan]
+        names = [name for plan in plans for name in self._suite.contestant(plan).missing]
+        names += [f"the task {a.kind}" for cell in row.cells for a in cell.tasks if a.kind not in KINDS]
+        return ", ".join(dict.fromkeys(names))
+
+    def _cell(self, cell: SuiteCell) -> Cell:
         ours = [self._good(cell.plan, asked) for asked in cell.tasks]
         theirs = [self._good(cell.against, asked) for asked in cell.tasks] if cell.against is not None else None
         found = measured(cell, ours, theirs) if all(ours) and (theirs is None or all(theirs)) else None
         if found is None:
-            return FilledCell(
-                text=_DASH, value=None, low=None, high=None, plan=cell.plan, plan_hash=wanted, samples=None, keys=()
-            )
-        samples = [record.samples for records in ours for record in records]
-        low, high = (None if end is None else cell.scale * end for end in (found.low, found.high))
-        value = cell.scale * found.value
-        sign = "+" if cell.shows == "change" or (cell.measure.startswith("paired.") and cell.shows == "value") else ""
-        text = f"{value:{sign}.{cell.digits}f}"
-        if low is not None and high is not None:
-            text += f" ({low:{sign}.{cell.digits}f} to {high:{sign}.{cell.digits}f})"
-        return FilledCell(
-            text=text,
-            value=value,
-            low=low,
-            high=high,
-            plan=cell.plan,
-            plan_hash=wanted,
-            samples=sum(each for each in samples if each is not None) if None not in samples else None,
+            return EMPTY
+        shown = found.map(lambda each: cell.scale * each)
+        signed = cell.shows == "change" or (cell.measure.startswith("paired.") and cell.shows == "value")
+        return Cell(
+            text=f"{shown.value:{'+' if signed else ''}.{cell.digits}f}",
+            value=shown.value,
+            interval=shown.interval(cell.digits, signed=signed),
+            ends=shown.ends,
             keys=tuple(record.key for records in [*ours, *(theirs or [])] for record in records),
         )
 
     def _good(self, plan: str, asked: TaskSettings) -> list[Record]:
-        wanted = self._contestant(plan).hash
+        wanted = self._suite.contestant(plan).hash
         return [r for r in self._records.get(str(asked), ()) if r.plan_hash == wanted and r.error is None]
-
-    def _contestant(self, plan: str) -> Contestant:
-        if plan not in self._contestants:
-            self._contestants[plan] = self._suite.contestant(plan)
-        return self._contestants[plan]
 
     def _notes(self, table: SuiteTable) -> Iterable[str]:
         """Rows that are one plan, the records' notes, and why numbers are not there."""
         names: dict[object, list[str]] = {}
         for row in table.rows:
-            same = tuple((self._contestant(c.plan).hash, c.tasks, c.measure, c.against, c.shows) for c in row.cells)
+            same = tuple(
+                (self._suite.contestant(c.plan).hash, c.tasks, c.measure, c.against, c.shows) for c in row.cells
+            )
             names.setdefault(same, []).append(" ".join(row.labels))
         yield from (f"{' and '.join(alike)} are the same plan." for alike in names.values() if len(alike) > 1)
         said: dict[str, dict[str, None]] = {}
         gaps = 0
         for cell in (cell for row in table.rows for cell in row.cells):
-            contestant = self._contestant(cell.plan)
+            contestant = self._suite.contestant(cell.plan)
             for asked in cell.tasks if not contestant.missing and cell.tasks[0].kind in KINDS else ():
                 found = [r for r in self._records.get(str(asked), ()) if r.plan_hash == contestant.hash]
                 gaps += not found

@@ -15,9 +15,10 @@ from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.report.rows import Row
 from kvtailor.bench.report.table import Number
 from kvtailor.bench.report.tables.grid import EMPTY, Cell
-from kvtailor.bench.report.words import byte_text, flop_text, milliseconds, significant
+from kvtailor.bench.report.words import flop_text, milliseconds, significant
 from kvtailor.bench.tasks.settings import Column, Metric, Shown
 from kvtailor.errors import UnknownName
+from kvtailor.ops.sizes import byte_text
 
 __all__ = ["COSTS", "FORMS", "MadeColumn", "columns_of_task", "first_columns", "terminal_columns"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from html import escape
 
@@ -17,9 +17,11 @@ __all__ = [
     "as_latex",
     "as_markdown",
     "csv_cell",
-    "interval",
+    "number",
     "safe_markdown",
     "visible",
+    "whole",
+    "word",
 ]
 
 
@@ -50,6 +52,16 @@ class Cell:
 
 
 EMPTY = Cell()
+
+
+def word(text: str | None) -> Cell:
+    """Return a cell of words; None: nothing was measured."""
+    return Cell(text=text, value=text)
+
+
+def number(value: float, digits: int, text: str = "") -> Cell:
+    """Return a cell of a number with so many digits behind the point, or with a text in their place."""
+    return Cell(text=text or f"{value:.{digits}f}", value=value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +104,7 @@ def as_markdown(grid: Grid) -> str:
         name = (first.text or "").replace("\n", " ")
         # Within a code span nothing can be escaped but the bar.
         shown = _flat(name) if set(name) & set("`<>&") else f"`{name.replace('|', BAR)}`"
-        lines.append(f"| {shown} | " + " | ".join(_flat(_whole(cell)) for cell in others) + " |")
+        lines.append(f"| {shown} | " + " | ".join(_flat(whole(cell)) for cell in others) + " |")
     return "\n".join(lines)
 
 
@@ -172,14 +184,15 @@ def as_latex(grid: Grid) -> str:
     lines.append(" & ".join(map(_safe, grid.heads)) + r" \\")
     lines.append(r"\midrule")
     for first, *others in grid.rows:
-        cells = [rf"\texttt{{{_safe(first.text or '')}}}", *(_safe(_whole(cell)) for cell in others)]
+        cells = [rf"\texttt{{{_safe(first.text or '')}}}", *(_safe(whole(cell)) for cell in others)]
         lines.append(" & ".join(cells) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
 
 
-def _whole(cell: Cell) -> str:
+def whole(cell: Cell, dash: str = "–") -> str:
+    """Return a cell with what stands beside it in brackets; of what was not measured a dash."""
     if cell.text is None:
-        return "–"
+        return dash
     return cell.text if cell.interval is None else f"{cell.text} ({cell.interval})"
 
 
@@ -189,12 +202,3 @@ def _flat(text: str) -> str:
 
 def _safe(text: str) -> str:
     return "".join(_LATEX.get(letter, letter) for letter in text)
-
-
-def interval(ends: Sequence[float | None], digits: int, *, signed: bool = False) -> str | None:
-    """Both ends as words; None without them."""
-    low, high = ends
-    if low is None or high is None:
-        return None
-    sign = "+" if signed else ""
-    return f"{low:{sign}.{digits}f} to {high:{sign}.{digits}f}"

@@ -120,9 +120,7 @@ def difference(
         if top is None
         else share_difference(tuple(x / top for x in ours), tuple(x / top for x in theirs))
     )
-    by = scale * (top or 1.0)
-    low, high = (None if end is None else by * end for end in (found.low, found.high))
-    return Estimate(by * found.value, low, high, found.count)
+    return found.map(lambda each: scale * (top or 1.0) * each)
 
 
 def documents_of(record: Record) -> tuple[float, ...]:
@@ -332,9 +330,9 @@ def _joined(
 
 def _ends(found: Estimate, start: float, top: float | None) -> tuple[float | None, float | None]:
     """The interval moved to where 'full' is; of scores that end at a top, what lies between 0 and it."""
-    if found.low is None or found.high is None:
+    if found.ends is None:
         return None, None
-    low, high = start + found.low, start + found.high
+    low, high = (start + end for end in found.ends)
     return (low, high) if top is None else (max(0.0, low), min(top, high))
 
 

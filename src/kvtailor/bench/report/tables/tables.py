@@ -10,10 +10,10 @@ from kvtailor.bench.report.points import series_of
 from kvtailor.bench.report.rows import OWN, Row
 from kvtailor.bench.report.table import numbers_of
 from kvtailor.bench.report.tables.columns import COSTS, MadeColumn, columns_of_task, first_columns, terminal_columns
-from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid, interval
+from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid, word
 from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
-from kvtailor.bench.report.words import byte_text
 from kvtailor.bench.schema import Record
+from kvtailor.ops.sizes import byte_text
 
 __all__ = ["brief_grid", "main_grid", "quality_grid", "task_grids"]
 
@@ -35,7 +35,7 @@ def _of_plans(rows: Sequence[Row], columns_of: Callable[[Sequence[Row]], Sequenc
         name="plans",
         title="Plans",
         heads=("plan", *(column.head for column in columns)),
-        rows=tuple((_word(row.label), *(_of_plan(column, row) for column in columns)) for row in plans),
+        rows=tuple((word(row.label), *(_of_plan(column, row) for column in columns)) for row in plans),
         plans=tuple(row.plan_hash for row in plans),
     ).without_empty_columns()
 
@@ -50,7 +50,7 @@ def quality_grid(measures: Sequence[Measure], rows: Sequence[Row]) -> Grid:
     plans = [row for row in rows if row.plan_hash != OWN]
     body = []
     for row in plans:
-        cells = [Cell(text=row.label, value=row.label)]
+        cells = [word(row.label)]
         cells += [_score(m, m.scores.get(row.plan_hash), is_full=row.is_full) for m in measures]
         body.append(tuple(cells))
     return Grid(
@@ -89,13 +89,11 @@ def _score(measure: Measure, score: Score | None, *, is_full: bool) -> Cell:
         return EMPTY
     digits = 1 if measure.unit == "%" else 3
     found = score.difference
-    ends = None
-    if found is not None and not is_full:
-        ends = interval((found.low, found.high), 1 if measure.difference_unit == POINTS else 3, signed=True)
-    shown = f"{score.value:.{digits}f}"
-    if found is None or found.low is None or found.high is None or is_full:
-        return Cell(text=shown, value=score.value, keys=score.keys)
-    return Cell(text=shown, value=score.value, interval=ends, ends=(found.low, found.high), keys=score.keys)
+    shown = Cell(text=f"{score.value:.{digits}f}", value=score.value, keys=score.keys)
+    if found is None or is_full:
+        return shown
+    ends = found.interval(1 if measure.difference_unit == POINTS else 3, signed=True)
+    return replace(shown, interval=ends, ends=found.ends)
 
 
 def task_grids(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[Grid]:
@@ -127,11 +125,11 @@ def _of_task(
     texts = ["text"] if len({each.text for each in series}) > 1 else []
     body, plans = [], []
     for each in series:
-        place = [_word(each.text) for _ in texts] + [_point(name, each.point.get(name)) for name in points]
+        place = [word(each.text) for _ in texts] + [_point(name, each.point.get(name)) for name in points]
         for plan in (plan for plan in order if plan in each.records):
             numbers = {number.name: number for number in numbers_of(each.records[plan])}
             cells = (column.cell(numbers) for column in columns)
-            body.append((_word(each.records[plan].label), *place, *cells))
+            body.append((word(each.records[plan].label), *place, *cells))
             plans.append(plan)
     return Grid(
         name=task,
@@ -142,10 +140,6 @@ def _of_task(
         plans=tuple(plans),
         same=same,
     ).without_empty_columns()
-
-
-def _word(text: str | None) -> Cell:
-    return Cell(text=text, value=text)
 
 
 def _point(name: str, value: object) -> Cell:
