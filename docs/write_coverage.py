@@ -22,7 +22,7 @@ from kvtailor.bench.measure.paired_hits import hit_difference  # noqa: E402
 from kvtailor.bench.report.rows import Row  # noqa: E402
 from kvtailor.bench.report.table import PLAN, Number  # noqa: E402
 from kvtailor.bench.report.tables.quality import NATS, Measure, Score  # noqa: E402
-from kvtailor.bench.report.verdict.verdict import headline  # noqa: E402
+from kvtailor.bench.report.verdict.verdict import headline, judge  # noqa: E402
 
 __all__ = ["DRAWS", "coverage", "errors", "names_a_plan", "recommended", "section", "written"]
 
@@ -85,7 +85,7 @@ def recommended(losses: Mapping[str, Losses], size: Callable[[int], float] = lam
         is_base=True,
         scores=scores,
     )
-    return headline(rows, [measure])
+    return headline(judge(rows, [measure]))
 
 
 def _row(name: str, share: float) -> Row:

@@ -165,7 +165,7 @@ def judgements(records: Path = ROOT / "docs" / "records") -> dict[str, dict[str,
     for name, folder in MODELS.items():
         if (records / folder).is_dir():
             run = summarise(read_records(records / folder))
-            judged, _ = judge(run.rows, run.measures, run.margins)
+            judged = judge(run.rows, run.measures, run.margins).judged
             found[name] = {
                 each.row.label: "shown" if each.complete and each.shown else "harmful" if each.worse else "not shown"
                 for each in judged

@@ -163,7 +163,7 @@ def test_records_are_those_of_the_bench(plain: Any) -> None:
     assert {record.task for record in plain.records} >= {"perplexity"}
     assert all(record.prefill == "shared" for record in plain.records if record.label in CODES)
     summary = summarise(plain.records)
-    rows, _ = judge(summary.rows, summary.measures, Margins(nats=plain.margin))
+    rows = judge(summary.rows, summary.measures, Margins(nats=plain.margin)).judged
     worse = {each.row.label for each in rows if each.worse}
     assert all(plain.verdict(label).word != "safe" for label in worse)
 

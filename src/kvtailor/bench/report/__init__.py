@@ -14,7 +14,7 @@ from kvtailor.bench.report.table import Number, tidy
 from kvtailor.bench.report.tables.footnotes import footnotes
 from kvtailor.bench.report.tables.quality import Measure, measures_of
 from kvtailor.bench.report.verdict.advice import Advice, advise
-from kvtailor.bench.report.verdict.verdict import headline, how_judged
+from kvtailor.bench.report.verdict.verdict import headline, how_judged, judge
 from kvtailor.bench.schema import Record
 
 __all__ = ["Row", "Summary", "summarise"]
@@ -79,13 +79,13 @@ def summarise(records: Sequence[Record], margins: Margins | None = None, left_ou
     rows = rows_of(ours)
     full = next((row.plan_hash for row in rows if row.is_full), None)
     measures = measures_of(ours, full)
-    margins = margins or Margins()
-    rule = how_judged(rows, measures, margins)
+    found = judge(rows, measures, margins)
+    rule = how_judged(found)
     there = [record for record in ours if not record.missing]
     return Summary(
-        advice=advise(rows, measures, margins, ours[0].model),
-        headline=headline(rows, measures, margins),
-        margins=margins,
+        advice=advise(found, ours[0].model),
+        headline=headline(found),
+        margins=found.margins,
         rows=tuple(rows),
         measures=tuple(measures),
         missing=tuple(dict.fromkeys((r.label, "; ".join(r.missing)) for r in ours if r.missing)),

@@ -11,10 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtailor.bench.measure.equivalence import Margins, Outcome
-from kvtailor.bench.report.rows import Row
+from kvtailor.bench.measure.equivalence import Outcome
 from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
-from kvtailor.bench.report.verdict.verdict import Judged, beats_full, best_of, fell, judge, limits, share_of_bytes
+from kvtailor.bench.report.verdict.verdict import Judged, Judgement, best_of, fell, share_of_bytes
 
 __all__ = ["Advice", "advise"]
 
@@ -36,56 +35,58 @@ class Advice:
     next: str | None = None
 
 
-def advise(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins, model: str) -> Advice:
+def advise(found: Judgement, model: str) -> Advice:
     """Return what to do after a run.
 
     Args:
-        rows: from `rows_of`.
-        measures: from `measures_of`.
-        margins: what counts as no loss.
+        found: what it shows.
         model: its name, for the command.
     """
-    judged, asked = judge(rows, measures, margins)
-    fair = [each for each in judged if each.complete and not beats_full(each.row)]
+    fair, limit = found.fair, found.limit
     if not fair:
         return Advice()
-    limit, harmful = limits(asked, margins), _harmful(judged)
+    harmful = _harmful(found.judged)
+    but = f"; {harmful}" if harmful else ""
     shown = [each for each in fair if each.shown]
+    best = best_of(shown, fair)
+    if best is not None:
+        said = f"Use {best.row.label}: {share_of_bytes(best)} of the bytes, {_kept(best)}{but}."
+        return Advice(sentence=said, next=_run(best, model))
     if shown:
-        best = best_of(shown, fair)
-        if best is None:
-            return _measure_more(min(shown, key=_bytes), fair, limit, harmful)
-        sentence = f"Use {best.row.label}: {share_of_bytes(best)} of the bytes, {_kept(best)}"
-        return Advice(
-            sentence=f"{sentence}{'; ' + harmful if harmful else ''}.",
-            next=f'kvtailor run --model {model} --plan "{best.row.label}" --prompt-file FILE',
+        # One that is shown to lose little is beaten by one of which that is not shown.
+        sure = min(shown, key=_bytes)
+        better = min((other for other in fair if sure.beaten_by(other)), key=_bytes)
+        said = (
+            f"Measure more before you choose: {sure.row.label} is shown to lose less than {limit} at "
+            f"{share_of_bytes(sure)} of the bytes, and {better.row.label}, at {share_of_bytes(better)}, may lose no "
+            f"more{but}."
         )
+        return Advice(sentence=said, next=_the_same_with(_more([better])))
     undecided = [each for each in fair if not each.worse]
     if not undecided:
-        return Advice(
-            sentence=f"Use none of these plans: each loses more than {limit.replace(' and ', ' or ')}; {harmful}.",
-            next=f"kvtailor fit --model {model} --text FILE --memory 50%",
-        )
+        said = f"Use none of these plans: each loses more than {limit.replace(' and ', ' or ')}; {harmful}."
+        return Advice(sentence=said, next=f"kvtailor fit --model {model} --text FILE --memory 50%")
     on_text = best_of([each for each in undecided if _is_shown_on_text(each)], fair)
     if on_text is not None:
         more = _more([on_text])
         enough = f", too few to be sure of them{f' ({more} would do)' if more else ''}"
-        sentence = f"Use {on_text.row.label}: {share_of_bytes(on_text)} of the bytes, {_kept(on_text)}{enough}"
-        return Advice(
-            sentence=f"{sentence}{'; ' + harmful if harmful else ''}.",
-            next=f'kvtailor run --model {model} --plan "{on_text.row.label}" --prompt-file FILE',
-        )
-    more = _more(undecided)
+        said = f"Use {on_text.row.label}: {share_of_bytes(on_text)} of the bytes, {_kept(on_text)}{enough}{but}."
+        return Advice(sentence=said, next=_run(on_text, model))
     names = _listed([each.row.label for each in undecided])
     are, their = ("is", "Its") if len(undecided) == 1 else ("are", "Their")
-    sentence = (
+    said = (
         f"Use none of these plans yet: {names} {are} undecided. {their} loss is not shown to be less than {limit}, "
-        "nor to be more"
+        f"nor to be more{but}."
     )
-    return Advice(
-        sentence=f"{sentence}{'; ' + harmful if harmful else ''}.",
-        next=f"the same with {more}" if more else None,
-    )
+    return Advice(sentence=said, next=_the_same_with(_more(undecided)))
+
+
+def _run(best: Judged, model: str) -> str:
+    return f'kvtailor run --model {model} --plan "{best.row.label}" --prompt-file FILE'
+
+
+def _the_same_with(more: str) -> str | None:
+    return f"the same with {more}" if more else None
 
 
 def _is_shown_on_text(judged: Judged) -> bool:
@@ -93,20 +94,6 @@ def _is_shown_on_text(judged: Judged) -> bool:
     texts = [found.below for m, _, _, found in judged.scores if m.difference_unit == NATS]
     others = [(m, s) for m, s, _, _ in judged.scores if m.difference_unit != NATS]
     return bool(texts) and all(texts) and all(m.task == "needle" and not fell(m, s) for m, s in others)
-
-
-def _measure_more(shown: Judged, fair: Sequence[Judged], limit: str, harmful: str) -> Advice:
-    """Where the plan that is shown to lose little is beaten by one of which that is not shown."""
-    better = min((other for other in fair if shown.beaten_by(other)), key=_bytes)
-    more = _more([better])
-    sentence = (
-        f"Measure more before you choose: {shown.row.label} is shown to lose less than {limit} at "
-        f"{share_of_bytes(shown)} of the bytes, and {better.row.label}, at {share_of_bytes(better)}, may lose no more"
-    )
-    return Advice(
-        sentence=f"{sentence}{'; ' + harmful if harmful else ''}.",
-        next=f"the same with {more}" if more else None,
-    )
 
 
 def _bytes(judged: Judged) -> float:

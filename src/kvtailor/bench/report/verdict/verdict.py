@@ -15,6 +15,7 @@ from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
 
 __all__ = [
     "Judged",
+    "Judgement",
     "beats_full",
     "best_of",
     "beyond_the_model",
@@ -243,12 +244,47 @@ LEAST_TELLING = 5.0
 LEAST_GAIN = 0.005
 
 
-def headline(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins | None = None) -> str:
-    """Which plan with the fewest bytes is shown to lose less than the margins; if none is, why.
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What a run shows of its plans, by one equivalence test for all of them.
 
-    A plan loses less than the margins only if it was measured in all that 'full' was measured in, and in each of it the
-    upper end of its loss's interval is below the margin, see `bench.measure.equivalence`. It is not named where another
-    plan beats it in bytes and in loss, shown or not.
+    Attributes:
+        full: the row of 'full'; None where it was not run, and then nothing is judged.
+        smaller: the plans that hold less than it.
+        measures: everything that was measured.
+        asked: what the plans are judged by: what 'full' has samples of, and gets some of right.
+        judged: of the smaller plans those that were measured in any of it.
+        margins: what counts as no loss.
+    """
+
+    full: Row | None
+    smaller: tuple[Row, ...]
+    measures: tuple[Measure, ...]
+    asked: tuple[Measure, ...]
+    judged: tuple[Judged, ...]
+    margins: Margins
+
+    @property
+    def complete(self) -> list[Judged]:
+        """The plans that were measured in all that 'full' was."""
+        return [each for each in self.judged if each.complete]
+
+    @property
+    def fair(self) -> list[Judged]:
+        """Those of them that may be chosen.
+
+        Better beyond chance is no merit: it shows that the text or the model is unusual, and a footnote states it.
+        """
+        return [each for each in self.complete if not beats_full(each.row)]
+
+    @property
+    def limit(self) -> str:
+        """The margins of what was asked, in words."""
+        return limits(self.asked, self.margins)
+
+
+def judge(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins | None = None) -> Judgement:
+    """Return what every plan that holds less than 'full' lost, and what that shows.
 
     Args:
         rows: from `rows_of`.
@@ -257,42 +293,58 @@ def headline(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins 
     """
     margins = margins or Margins()
     full = next((row for row in rows if row.is_full), None)
-    smaller = _smaller(rows)
-    if full is None:
+    smaller = tuple(row for row in rows if row.plan_hash != OWN and row.ratio is not None and row.ratio < 0.99)
+    asked = [] if full is None else [each for each in _paired(full, measures) if not beyond_the_model(each, full)]
+    error = ERROR / _competing(smaller, asked)
+    judged = [_judge_plan(row, full, asked, margins, error) for row in smaller] if full is not None else []
+    return Judgement(
+        full=full,
+        smaller=smaller,
+        measures=tuple(measures),
+        asked=tuple(asked),
+        judged=tuple(each for each in judged if each.scores),
+        margins=margins,
+    )
+
+
+def headline(found: Judgement) -> str:
+    """Which plan with the fewest bytes is shown to lose less than the margins; if none is, why.
+
+    A plan loses less than the margins only if it was measured in all that 'full' was measured in, and in each of it the
+    upper end of its loss's interval is below the margin, see `bench.measure.equivalence`. It is not named where another
+    plan beats it in bytes and in loss, shown or not.
+    """
+    if found.full is None:
         return (
             "There is no record of 'full' in this run, so nothing can be compared with it: run the bench with 'full'."
         )
-    said = _headline(full, smaller, measures, margins)
-    apart = _without_full(full, measures)
+    said = _headline(found, found.full)
+    # What plans were measured in and 'full' was not, or failed at: nothing of it can be compared.
+    apart = [f"{m.task} {m.name}" for m in found.measures if found.full.plan_hash not in m.scores]
     return f"{said} Left out, since 'full' has no numbers there: {'; '.join(apart)}." if apart else said
 
 
-def _headline(full: Row, smaller: Sequence[Row], measures: Sequence[Measure], margins: Margins) -> str:
-    if not smaller:
+def _headline(found: Judgement, full: Row) -> str:
+    if not found.smaller:
         return "No plan of this run holds less than the full cache, so there is nothing to choose."
-    asked = _asked(full, measures)
-    if not asked and _paired(full, measures):
+    if not found.asked and _paired(full, found.measures):
         return (
             "No verdict: 'full' itself gets next to nothing right in all that was asked, so that nothing shows "
             "what the saved bytes cost."
         )
-    judged = [each for each in _judge_all(smaller, full, asked, margins) if each.scores]
-    if not judged:
-        return _nothing_to_judge(smaller, measures)
-    complete = [each for each in judged if each.complete]
-    if not complete:
+    if not found.judged:
+        return _nothing_to_judge(found.smaller, found.measures)
+    if not found.complete:
         return (
-            f"No plan that holds less was measured in all {len(asked)} texts and tasks that 'full' was measured in, so "
-            "none can be said to lose nothing."
+            f"No plan that holds less was measured in all {len(found.asked)} texts and tasks that 'full' was measured "
+            "in, so none can be said to lose nothing."
         )
-    # Better beyond chance is no merit: it shows that the text or the model is unusual, and a footnote states it.
-    fair = [each for each in complete if not beats_full(each.row)]
+    fair, limit = found.fair, found.limit
     if not fair:
         return (
             "No verdict: every plan that holds less does better than 'full' beyond chance, so this model does not use "
             "the context of this text."
         )
-    limit = limits(asked, margins)
     shown = [each for each in fair if each.shown]
     best = best_of(shown, fair)
     if best is not None:
@@ -302,37 +354,32 @@ def _headline(full: Row, smaller: Sequence[Row], measures: Sequence[Measure], ma
     mildest = min(fair, key=lambda each: (each.drop(POINTS), each.score_drop(), each.drop(NATS), *_by_bytes(each)))
     if all(each.worse for each in fair):
         who = "Every plan here that saves bytes"
-        if len(complete) < len(smaller):
+        if len(found.complete) < len(found.smaller):
             who += " and was measured in everything"
-        either = limit.replace(" and ", " or ")
-        what = loss_words(mildest)
         return (
-            f"{who} loses more than {either}; the mildest is {mildest.row.label}: {what}, at "
-            f"{share_of_bytes(mildest)} of the bytes."
+            f"{who} loses more than {limit.replace(' and ', ' or ')}; the mildest is {mildest.row.label}: "
+            f"{loss_words(mildest)}, at {share_of_bytes(mildest)} of the bytes."
         )
-    return _no_verdict(mildest, [each for each in fair if not each.worse], fair, asked, margins)
+    return _no_verdict(mildest, found)
 
 
-def how_judged(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins) -> str | None:
+def how_judged(found: Judgement) -> str | None:
     """By which rule the headline was found, whole sentences; None where there was nothing to judge."""
-    full = next((row for row in rows if row.is_full), None)
-    smaller = _smaller(rows)
-    asked = _asked(full, measures) if full is not None else []
-    if full is None or not smaller or not asked:
+    if not found.smaller or not found.asked:
         return None
-    error = ERROR / _competing(smaller, asked)
-    count = _competing(smaller, asked)
+    count = _competing(found.smaller, found.asked)
     sure = "with 95 % confidence" if count == 1 else f"with 95 % confidence for all {count} plans together (Bonferroni)"
     said = (
-        f"The first line: a plan loses less than {limits(asked, margins)} where the upper end of its loss's one-sided "
+        f"The first line: a plan loses less than {found.limit} where the upper end of its loss's one-sided "
         f"interval is below that in every text and task, {sure}"
     )
-    if any(measure.difference_unit == NATS for measure in asked):
-        said += f"; with fewer than {least_samples(error)} windows a loss on one window in ten might not be met at all"
+    if any(measure.difference_unit == NATS for measure in found.asked):
+        least = least_samples(ERROR / count)
+        said += f"; with fewer than {least} windows a loss on one window in ten might not be met at all"
     open_ = [
         f"{each.row.label} needs {' and '.join(words for words, _ in lacking)}"
-        for each in _judge_all(smaller, full, asked, margins)
-        if each.complete and not each.worse and (lacking := to_show(each))
+        for each in found.complete
+        if not each.worse and (lacking := to_show(each))
     ]
     if not open_:
         return f"{said}."
@@ -340,18 +387,6 @@ def how_judged(rows: Sequence[Row], measures: Sequence[Measure], margins: Margin
         f"{said}. What is lacking to show it for a plan, if further samples turn out as those of this run did: "
         f"{'; '.join(open_)}."
     )
-
-
-def judge(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins) -> tuple[list[Judged], list[Measure]]:
-    """Return the plans that hold less than 'full', with what they lost, and the measures they are judged by.
-
-    Both are empty where there is no 'full', no smaller plan, or nothing that it gets right.
-    """
-    full, smaller = next((row for row in rows if row.is_full), None), _smaller(rows)
-    asked = _asked(full, measures) if full is not None else []
-    if full is None or not smaller or not asked:
-        return [], []
-    return [each for each in _judge_all(smaller, full, asked, margins) if each.scores], asked
 
 
 def beats_full(row: Row) -> bool:
@@ -365,22 +400,9 @@ def beyond_the_model(measure: Measure, full: Row) -> bool:
     return score is not None and measure.difference_unit == POINTS and score.value < LEAST_TELLING
 
 
-def _smaller(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.plan_hash != OWN and row.ratio is not None and row.ratio < 0.99]
-
-
 def _paired(full: Row, measures: Sequence[Measure]) -> list[Measure]:
     """Without numbers for single samples nothing can be distinguished from chance: such a measure decides nothing."""
     return [m for m in measures if full.plan_hash in m.scores and m.scores[full.plan_hash].losses is not None]
-
-
-def _without_full(full: Row, measures: Sequence[Measure]) -> list[str]:
-    """What plans were measured in and 'full' was not, or failed at: nothing of it can be compared."""
-    return [f"{m.task} {m.name}" for m in measures if full.plan_hash not in m.scores]
-
-
-def _asked(full: Row, measures: Sequence[Measure]) -> list[Measure]:
-    return [measure for measure in _paired(full, measures) if not beyond_the_model(measure, full)]
 
 
 def _competing(smaller: Sequence[Row], asked: Sequence[Measure]) -> int:
@@ -388,18 +410,14 @@ def _competing(smaller: Sequence[Row], asked: Sequence[Measure]) -> int:
     return max(1, sum(all(row.plan_hash in measure.scores for measure in asked) for row in smaller))
 
 
-def _judge_all(smaller: Sequence[Row], full: Row, asked: Sequence[Measure], margins: Margins) -> list[Judged]:
-    error = ERROR / _competing(smaller, asked)
-    found = []
-    for row in smaller:
-        scores = []
-        for measure in (measure for measure in asked if row.plan_hash in measure.scores):
-            score, theirs = measure.scores[row.plan_hash], measure.scores[full.plan_hash]
-            if score.losses is not None:
-                margin = _margin(measure, theirs, margins)
-                scores.append((measure, score, theirs, outcome(score.losses, margin, error)))
-        found.append(Judged(row=row, scores=tuple(scores), complete=len(scores) == len(asked)))
-    return found
+def _judge_plan(row: Row, full: Row, asked: Sequence[Measure], margins: Margins, error: float) -> Judged:
+    scores = []
+    for measure in (measure for measure in asked if row.plan_hash in measure.scores):
+        score, theirs = measure.scores[row.plan_hash], measure.scores[full.plan_hash]
+        if score.losses is not None:
+            found = outcome(score.losses, _margin(measure, theirs, margins), error)
+            scores.append((measure, score, theirs, found))
+    return Judged(row=row, scores=tuple(scores), complete=len(scores) == len(asked))
 
 
 def _margin(measure: Measure, full: Score, margins: Margins) -> float:
@@ -428,10 +446,9 @@ def _beaten(shown: Judged, fair: Sequence[Judged], limit: str) -> str:
     )
 
 
-def _no_verdict(
-    mildest: Judged, undecided: Sequence[Judged], fair: Sequence[Judged], asked: Sequence[Measure], margins: Margins
-) -> str:
-    limit = limits(asked, margins)
+def _no_verdict(mildest: Judged, judgement: Judgement) -> str:
+    fair, limit = judgement.fair, judgement.limit
+    undecided = [each for each in fair if not each.worse]
     # What is lacking is that of the plan that is nearest to a verdict.
     nearest = min(
         undecided,
@@ -448,8 +465,8 @@ def _no_verdict(
         )
     elif lacking:
         said += f" If further samples turn out as these did, to show it for {nearest.row.label} takes {lacking}."
-    texts = [measure for measure in asked if measure.difference_unit == NATS]
-    if texts and len(texts) < len(asked):
+    texts = [measure for measure in judgement.asked if measure.difference_unit == NATS]
+    if texts and len(texts) < len(judgement.asked):
         alone = [
             each
             for each in fair
@@ -460,7 +477,7 @@ def _no_verdict(
         best = best_of(alone, fair)
         if best is not None:
             said += (
-                f" On the text alone, {best.row.label} loses less than {limits(texts, margins)} at "
+                f" On the text alone, {best.row.label} loses less than {limits(texts, judgement.margins)} at "
                 f"{share_of_bytes(best)} of the bytes{how_sure(best)}."
             )
     return said
