@@ -22,8 +22,7 @@ from kvtailor.bench.kinds import FIELDS, KINDS, found_kinds, measure_faults, set
 from kvtailor.bench.measure import machine
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.files import texts
-from kvtailor.bench.report.tables.columns import FORMS
-from kvtailor.bench.report.tables.tables import brief_grid, main_grid, task_grids
+from kvtailor.bench.report.tables.tables import FORMS, brief_grid, main_grid, task_grids
 from kvtailor.bench.report.terminal import show
 from kvtailor.bench.runner import plan_run, run
 from kvtailor.bench.schema import Record, RecordError, read_records

@@ -19,7 +19,6 @@ from kvtailor.bench.report.rows import OWN
 from kvtailor.bench.report.table import frame_of
 from kvtailor.bench.report.tables.grid import Cell, Grid
 from kvtailor.bench.report.tables.quality import difference, documents_of
-from kvtailor.bench.report.tables.tables import main_grid, quality_grid
 from kvtailor.bench.schema import Record, latest, read_records
 from kvtailor.bench.schema import leave_out as without
 from kvtailor.errors import KvtailorError, UnknownName
@@ -191,8 +190,8 @@ class Evaluation:
 
     def _repr_html_(self) -> str:
         """For notebooks: the sentence, the tables, and what a reader must know behind a line that opens."""
-        parts = [_html_of(main_grid(self.summary.rows))]
-        grid = quality_grid(self.summary.measures, self.rows)
+        parts = [_html_of(self.summary.plans)]
+        grid = self.summary.quality
         if len(self.summary.measures) > 1:
             parts.append(html_block(grid.title, _html_of(grid), notes=[grid.note]))
         failed = [f"{label}: {'; '.join(why)}" for label, why in self.errors.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from kvtailor.bench.measure.equivalence import Margins
@@ -12,7 +13,9 @@ from kvtailor.bench.report.points import of_one_model
 from kvtailor.bench.report.rows import Row, rows_of
 from kvtailor.bench.report.table import Number, tidy
 from kvtailor.bench.report.tables.footnotes import footnotes
+from kvtailor.bench.report.tables.grid import Grid
 from kvtailor.bench.report.tables.quality import Measure, measures_of
+from kvtailor.bench.report.tables.tables import main_grid, quality_grid, task_grids
 from kvtailor.bench.report.verdict.advice import Advice, advise
 from kvtailor.bench.report.verdict.verdict import headline, how_judged, judge
 from kvtailor.bench.schema import Record
@@ -49,6 +52,21 @@ class Summary:
     def table(self) -> list[Number]:
         """Return the tidy table: every number of the run, a row each."""
         return tidy(self.records, self.measures, (row.numbers.values() for row in self.rows))
+
+    @cached_property
+    def plans(self) -> Grid:
+        """The main table: one row for each plan, with what was measured."""
+        return main_grid(self.rows)
+
+    @cached_property
+    def quality(self) -> Grid:
+        """Every text, kind of document and task (across) for every plan (down)."""
+        return quality_grid(self.measures, self.rows)
+
+    @cached_property
+    def tasks(self) -> tuple[Grid, ...]:
+        """The tables of tasks in which anything was measured: a row for each plan at each point."""
+        return tuple(task_grids([record for record in self.records if record.error is None], self.rows))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, without the records."""

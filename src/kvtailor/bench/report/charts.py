@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 
 from kvtailor.bench.report.page import HeatMap, Maps, Plan, Point, question
@@ -31,7 +32,6 @@ __all__ = [
     "budgets",
     "by_layer",
     "every_task",
-    "legible",
     "needles",
     "questions",
     "times",
@@ -48,7 +48,7 @@ class Drawn:
 
     Attributes:
         rows: the plans, in the order of their numbers.
-        few: those of them that the small charts draw, see `legible`.
+        front: those of them that no other beats in bytes and loss, from `front.pareto`.
         records: of these plans and the model's own cache, without those that failed.
         by_key: all records.
         plans: the same plans as the page has them, by plan hash.
@@ -56,7 +56,7 @@ class Drawn:
     """
 
     rows: Sequence[Row]
-    few: Sequence[Row]
+    front: Sequence[Row]
     records: Sequence[Record]
     by_key: Mapping[str, Record]
     plans: Mapping[str, Plan]
@@ -66,26 +66,21 @@ class Drawn:
         """Return the number of a plan on the page."""
         return self.plans[row.plan_hash].number
 
+    @cached_property
+    def few(self) -> list[Row]:
+        """The plans that the small charts draw: all, or of many 'full', the front, and those that lose least."""
+        if len(self.rows) <= MOST_DRAWN:
+            return list(self.rows)
+        first = {row.plan_hash for row in self.front}
 
-def legible(plans: Sequence[Row], front: Sequence[Row]) -> list[Row]:
-    """Return the plans that the small charts draw: all, or of many 'full', the front, and those that lose least.
+        def rank(row: Row) -> tuple[float, ...]:
+            loss = math.inf if row.loss is None else row.loss.value
+            wrong = math.inf if row.accuracy is None else -row.accuracy.value
+            kl = math.inf if row.kl is None else row.kl
+            return not row.is_full, row.plan_hash not in first, loss, wrong, kl, row.ratio or math.inf
 
-    Args:
-        plans: in the order of their numbers.
-        front: from `front.pareto`.
-    """
-    if len(plans) <= MOST_DRAWN:
-        return list(plans)
-    first = {row.plan_hash for row in front}
-
-    def rank(row: Row) -> tuple[float, ...]:
-        loss = math.inf if row.loss is None else row.loss.value
-        wrong = math.inf if row.accuracy is None else -row.accuracy.value
-        kl = math.inf if row.kl is None else row.kl
-        return not row.is_full, row.plan_hash not in first, loss, wrong, kl, row.ratio or math.inf
-
-    chosen = {row.plan_hash for row in sorted(plans, key=rank)[:MOST_DRAWN]}
-    return [row for row in plans if row.plan_hash in chosen]
+        chosen = {row.plan_hash for row in sorted(self.rows, key=rank)[:MOST_DRAWN]}
+        return [row for row in self.rows if row.plan_hash in chosen]
 
 
 def questions(drawn: Drawn, measures: Sequence[Measure]) -> list[Chart]:

@@ -13,7 +13,6 @@ from kvtailor.bench.report.suite.records import SuiteRun, by_model
 from kvtailor.bench.report.suite.tables import SuitePages, provenance, suite_pages
 from kvtailor.bench.report.table import as_long_csv
 from kvtailor.bench.report.tables.grid import Grid, as_csv, as_latex, as_markdown, safe_markdown, visible
-from kvtailor.bench.report.tables.tables import main_grid, quality_grid, task_grids
 from kvtailor.bench.schema import Record
 
 __all__ = ["markdown_page", "texts"]
@@ -51,7 +50,7 @@ def texts(
         "report.html": run_page(summary, filled),
         "report.md": markdown_page(summary, filled),
         "results.csv": as_long_csv(summary.table()),
-        "table.tex": as_latex(main_grid(summary.rows)) + "\n",
+        "table.tex": as_latex(summary.plans) + "\n",
     }
     for grid in _further(summary):
         found[f"{grid.name}.tex"] = as_latex(grid) + "\n"
@@ -86,7 +85,7 @@ def markdown_page(summary: Summary, suites: Sequence[SuitePages] = ()) -> str:
     if summary.missing:
         absent = "\n".join(f"- {safe(plan)}: {safe(what)}" for plan, what in summary.missing)
         parts.append(f"Not in this kvtailor yet, so not measured:\n\n{absent}")
-    parts.append(as_markdown(main_grid(summary.rows)))
+    parts.append(as_markdown(summary.plans))
     for grid in _further(summary):
         parts.append(f"## {safe(grid.title)}\n\n{safe(grid.note)}\n\n{as_markdown(grid)}")
     parts.append("## What the numbers rest on\n\n" + "\n".join(f"- {safe(note)}" for note in summary.footnotes))
@@ -95,5 +94,5 @@ def markdown_page(summary: Summary, suites: Sequence[SuitePages] = ()) -> str:
 
 def _further(summary: Summary) -> Iterator[Grid]:
     if summary.measures:
-        yield quality_grid(summary.measures, summary.rows)
-    yield from task_grids([record for record in summary.records if record.error is None], summary.rows)
+        yield summary.quality
+    yield from summary.tasks

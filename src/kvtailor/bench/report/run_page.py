@@ -12,7 +12,6 @@ from kvtailor.bench.report.charts import (
     budgets,
     by_layer,
     every_task,
-    legible,
     needles,
     questions,
     times,
@@ -37,7 +36,6 @@ from kvtailor.bench.report.page import (
 from kvtailor.bench.report.rows import OWN, Row
 from kvtailor.bench.report.suite.tables import SuitePages
 from kvtailor.bench.report.tables.grid import Grid
-from kvtailor.bench.report.tables.tables import main_grid, quality_grid, task_grids
 
 __all__ = ["run_page"]
 
@@ -100,7 +98,7 @@ def run_page(summary: Summary, suites: Sequence[SuitePages] = ()) -> str:
     lines = numbered(records)
     drawn = Drawn(
         rows=rows,
-        few=legible(rows, pareto(rows)),
+        front=pareto(rows),
         records=[record for record in records if record.error is None],
         by_key={record.key: record for record in records},
         plans=_plans(rows),
@@ -163,16 +161,15 @@ def _suite(suite: SuitePages) -> Part:
 
 def _parts(summary: Summary, drawn: Drawn, asked: Sequence[Chart]) -> Iterator[Part]:
     """Everything that was measured, each part where there is something in it."""
-    further, main = list(task_grids(drawn.records, summary.rows)), main_grid(summary.rows)
-    best = {row.plan_hash: "on the front" for row in pareto(drawn.rows)}
+    best = {row.plan_hash: "on the front" for row in drawn.front}
     full = {row.plan_hash: "full" for row in drawn.rows if row.is_full}
     if asked:
         yield Part("front", "Bytes against loss", [Front(note=_NOTE, size=_SIZE)])
     tools = [] if asked or len(drawn.rows) < 2 else [Front(chart=False)]
-    yield Part("plans", "Plans", [*tools, Table(grid=main, tags=best, classes=full)])
-    yield Part("bytes", "What bytes mean here", list(_sizes([main, *further])))
+    yield Part("plans", "Plans", [*tools, Table(grid=summary.plans, tags=best, classes=full)])
+    yield Part("bytes", "What bytes mean here", list(_sizes([summary.plans, *summary.tasks])))
     if len(summary.measures) > 1:
-        grid = quality_grid(summary.measures, summary.rows)
+        grid = summary.quality
         yield Part("quality", grid.title, [Table(grid=grid, classes=full)], note=grid.note)
     few = _of_many(drawn)
     layers = "Each layer for itself, against what 'full' holds there."
@@ -191,7 +188,7 @@ def _parts(summary: Summary, drawn: Drawn, asked: Sequence[Chart]) -> Iterator[P
     ):
         if maps:
             yield Part(name, title, maps, note=few)
-    for grid in further:
+    for grid in summary.tasks:
         table = Table(grid=grid, folded=len(grid.rows) > _MANY_ROWS)
         yield Part(f"of-{grid.name}", grid.title, [table], note=grid.note)
 

@@ -17,7 +17,7 @@ from kvtailor.bench.report.machines import hardware_text, versions_text
 from kvtailor.bench.report.rows import OWN, Row
 from kvtailor.bench.report.suite.tables import SuitePages
 from kvtailor.bench.report.tables.grid import Cell, Grid
-from kvtailor.bench.report.tables.tables import brief_grid, quality_grid
+from kvtailor.bench.report.tables.tables import brief_grid
 
 __all__ = ["show", "show_suite"]
 
@@ -57,7 +57,7 @@ def show(summary: Summary, console: Console) -> None:
             Text("Every text and task; below each the 95 % interval of the difference to 'full'", style="bold")
         )
         console.print()
-        every = quality_grid(summary.measures, summary.rows)
+        every = summary.quality
         heads = tuple(head.replace(", ", "\n") for head in every.heads)
         for table in _fit(_columns(replace(every, heads=heads), summary, "\n", numbered=narrow), console):
             console.print(table)

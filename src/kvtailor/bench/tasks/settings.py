@@ -134,7 +134,7 @@ class Column:
         number: a metric, or what the report makes of metrics, fields and timings, such as `nll_over_full`.
         digits: behind the point; None: three figures.
         scale: what a number is multiplied by.
-        form: how a number is written, see `bench.report.tables.columns.FORMS`.
+        form: how a number is written, see `bench.report.tables.tables.FORMS`.
         beside: a second number that the form shows or divides by.
         sign: a + stands before what is above 0.
         unit: stands behind it.
