@@ -90,6 +90,7 @@ class Place:
         plan: in one line.
         written: the same as the suite has it, see `SuiteCell.written`; of several rows that are one plan here, each.
         plan_hash: of its records.
+        cells: of all tables that have the plan, by the label of their columns.
         share: the most of the uncompressed bytes that any of its records holds; None where none was measured.
         budget: the smallest that it fits; None for 'full', and where it fits none.
         scores: by the label of the column; what was not measured is not there.
@@ -102,8 +103,9 @@ class Place:
     plan: str
     written: tuple[str, ...]
     plan_hash: str
-    share: float | None
-    budget: float | None
+    cells: Mapping[str, SuiteCell] = field(default_factory=dict, repr=False)
+    share: float | None = None
+    budget: float | None = None
     scores: Mapping[str, RankedScore] = field(default_factory=dict)
     times: Mapping[str, float] = field(default_factory=dict)
     missing: str | None = None
@@ -134,19 +136,6 @@ class Ranking:
         return sorted((each for each in self.places if each.budget == budget), key=lambda each: -(each.share or 0))
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A row of the suite with the contestant behind it."""
-
-    family: str
-    label: str
-    plan: str
-    written: tuple[str, ...]
-    plan_hash: str
-    missing: tuple[str, ...]
-    cells: Mapping[str, SuiteCell]
-
-
 def rank(suite: Suite, records: Sequence[Record], *, model: str | None = None) -> Ranking | None:
     """The plans of a suite at equal bytes; None where it asks for no leaderboard.
 
@@ -164,24 +153,21 @@ def rank(suite: Suite, records: Sequence[Record], *, model: str | None = None) -
     of_task = by_task(found)
     # Times are compared with those of 'full' in the same run, so each run's may stand.
     timed = [r for r in found if r.error is None and r.timings]
-    rows = _rows(suite, found[-1].model)
+    named = _named(suite, found[-1].model)
     full_hash = suite.contestant(FULL).hash
-    every = {label: cell for row in rows for label, cell in row.cells.items()}
+    every = {label: cell for place in named for label, cell in place.cells.items()}
     ranked = {label: cell for label, cell in every.items() if cell.measure.startswith("paired.")}
     columns = tuple(_column(suite.leaderboard, label, cell, of_task, full_hash) for label, cell in ranked.items())
-    places = [_place(suite.leaderboard, row, columns, of_task, timed, full_hash) for row in rows]
+    if not any(place.plan_hash == full_hash for place in named):
+        named.append(Place(family="", label=FULL, plan=FULL, written=(FULL,), plan_hash=full_hash, cells=every))
+    places = [_measured(suite.leaderboard, each, columns, of_task, timed, full_hash) for each in named]
     others = [each for each in places if each.plan_hash != full_hash]
-    own = next((each for each in places if each.plan_hash == full_hash), None)
-    if own is None:
-        row = _Row("", FULL, FULL, (FULL,), full_hash, (), every)
-        own = _place(suite.leaderboard, row, columns, of_task, timed, full_hash)
-    standing = _standings(suite.leaderboard, others, columns, ranked, of_task, rows)
     return Ranking(
         board=suite.leaderboard,
         columns=columns,
         timed=tuple(label for label, cell in every.items() if cell.measure.startswith("timings.")),
-        full=own,
-        places=tuple(standing),
+        full=next(each for each in places if each.plan_hash == full_hash),
+        places=tuple(_standing(suite.leaderboard, others, columns, of_task)),
         last=found[-1],
     )
 
@@ -218,17 +204,25 @@ def _other_rules(one: Ranking, other: Ranking) -> str:
     )
 
 
-def _rows(suite: Suite, model: str) -> list[_Row]:
-    """The rows of all tables, each plan once, as it is named first and with the cells of all of its rows."""
-    found: dict[str, _Row] = {}
+def _named(suite: Suite, model: str) -> list[Place]:
+    """The plans of all tables, each once, as it is named first and with the cells of all of its rows."""
+    found: dict[str, Place] = {}
     for table in suite.tables_for(model):
         for row in table.rows:
             cells = dict(zip(table.columns, row.cells, strict=True))
-            plan, written = row.cells[0].plan, (row.cells[0].written,)
+            plan, written = row.cells[0].plan, row.cells[0].written
             contestant = suite.contestant(plan)
-            made = _Row(table.title, row.labels[0], plan, written, contestant.hash, contestant.missing, cells)
-            first = found.setdefault(contestant.hash, made)
-            every = tuple(dict.fromkeys((*first.written, *written)))
+            missing = f"this kvtailor does not have {', '.join(contestant.missing)}" if contestant.missing else None
+            made = Place(
+                family=table.title,
+                label=row.labels[0],
+                plan=plan,
+                written=(written,),
+                plan_hash=contestant.hash,
+                missing=missing,
+            )
+            first = found.get(contestant.hash, made)
+            every = tuple(dict.fromkeys((*first.written, written)))
             found[contestant.hash] = replace(first, written=every, cells={**cells, **first.cells})
     return list(found.values())
 
@@ -265,9 +259,9 @@ def _column(
     return replace(shown, full=right, silent=silent)
 
 
-def _place(
+def _measured(
     board: Leaderboard,
-    row: _Row,
+    place: Place,
     columns: Sequence[RankedColumn],
     of_task: Mapping[str, list[Record]],
     timed: Sequence[Record],
@@ -275,9 +269,9 @@ def _place(
 ) -> Place:
     scores, shares = {}, []
     for column in columns:
-        if column.label not in row.cells:
+        if column.label not in place.cells:
             continue
-        ours, theirs = (_good(row.cells[column.label], each, of_task) for each in (row.plan_hash, full_hash))
+        ours, theirs = (_good(place.cells[column.label], each, of_task) for each in (place.plan_hash, full_hash))
         for record in (record for each in ours or [] for record in each):
             if record.bytes_held and record.bytes_full:
                 shares.append(record.bytes_held / record.bytes_full)
@@ -285,19 +279,14 @@ def _place(
         if score is not None:
             scores[column.label] = score
     most = max(shares, default=None)
-    errors = [r.error for each in of_task.values() for r in each if r.plan_hash == row.plan_hash and r.error]
-    missing = f"this kvtailor does not have {', '.join(row.missing)}" if row.missing else next(iter(errors), None)
-    return Place(
-        family=row.family,
-        label=row.label,
-        plan=row.plan,
-        written=row.written,
-        plan_hash=row.plan_hash,
+    errors = (r.error for each in of_task.values() for r in each if r.plan_hash == place.plan_hash and r.error)
+    return replace(
+        place,
         share=most,
-        budget=None if most is None or row.plan_hash == full_hash else board.budget_of(most),
+        budget=None if most is None or place.plan_hash == full_hash else board.budget_of(most),
         scores=scores,
-        times=_times(row, timed, full_hash),
-        missing=missing,
+        times=_times(place, timed, full_hash),
+        missing=place.missing or next(errors, None),
     )
 
 
@@ -340,15 +329,15 @@ def _points(tasks: Sequence[Sequence[Record]]) -> list[set[tuple[str | None, str
     return [{(record.text_hash, point_of(record)) for record in records} for records in tasks]
 
 
-def _times(row: _Row, timed: Sequence[Record], full_hash: str) -> dict[str, float]:
+def _times(place: Place, timed: Sequence[Record], full_hash: str) -> dict[str, float]:
     """Ratios to 'full', of the latest run that timed both."""
     found: dict[str, float] = {}
-    for label, cell in row.cells.items():
+    for label, cell in place.cells.items():
         name = cell.measure.removeprefix("timings.")
         if name == cell.measure:
             continue
         asked = {str(each) for each in cell.tasks}
-        for record in (r for r in timed if r.plan_hash == row.plan_hash and str(r.asked) in asked):
+        for record in (r for r in timed if r.plan_hash == place.plan_hash and str(r.asked) in asked):
             other = next(
                 (
                     r
@@ -368,51 +357,32 @@ def _times(row: _Row, timed: Sequence[Record], full_hash: str) -> dict[str, floa
     return found
 
 
-def _standings(
-    board: Leaderboard,
-    places: Sequence[Place],
-    columns: Sequence[RankedColumn],
-    ranked: Mapping[str, SuiteCell],
-    of_task: Mapping[str, list[Record]],
-    rows: Sequence[_Row],
+def _standing(
+    board: Leaderboard, places: Sequence[Place], columns: Sequence[RankedColumn], of_task: Mapping[str, list[Record]]
 ) -> list[Place]:
     """The places with the standing of each score."""
-    cells = {row.plan_hash: row.cells for row in rows}
-    named: dict[tuple[str, str], str] = {}
+    found = {place.plan_hash: place for place in places}
     for budget in board.budgets:
-        for column in columns:
+        for column in (column for column in columns if column.silent is None):
             here = [each for each in places if each.budget == budget and column.label in each.scores]
-            if column.silent is not None or not here:
-                continue
             sign = -1 if column.higher else 1
-            leader = min(here, key=lambda each: (sign * each.scores[column.label].mean, each.share or 0))
-            if column.hits and not leader.scores[column.label].mean:
+            leader = min(here, key=lambda each: (sign * each.scores[column.label].mean, each.share or 0), default=None)
+            if leader is None or (column.hits and not leader.scores[column.label].mean):
                 # No plan is right at all, so none leads.
                 continue
-            records = {
-                each.plan_hash: _good(cells[each.plan_hash][column.label], each.plan_hash, of_task) or []
-                for each in here
-            }
             error = ERROR / max(1, len(here) * (len(here) - 1))
             for each in here:
-                named[each.plan_hash, column.label] = (
-                    LEADS
-                    if each is leader
-                    else _against(column, each, leader, records[each.plan_hash], records[leader.plan_hash], error)
-                )
-    return [
-        _with_standings(each, {label: named.get((each.plan_hash, label)) for label in each.scores}) for each in places
-    ]
+                standing = LEADS if each is leader else _against(column, each, leader, of_task, error)
+                known = found[each.plan_hash]
+                scores = {**known.scores, column.label: replace(known.scores[column.label], standing=standing)}
+                found[each.plan_hash] = replace(known, scores=scores)
+    return list(found.values())
 
 
 def _against(
-    column: RankedColumn,
-    place: Place,
-    leader: Place,
-    ours: list[list[Record]],
-    theirs: list[list[Record]],
-    error: float,
+    column: RankedColumn, place: Place, leader: Place, of_task: Mapping[str, list[Record]], error: float
 ) -> str:
+    ours, theirs = (_good(each.cells[column.label], each.plan_hash, of_task) or [] for each in (place, leader))
     samples = paired_samples(column.name, ours, theirs)
     if samples is None:
         return LEVEL
@@ -425,8 +395,3 @@ def _against(
     if not outcome(losses, 0.0, error).above:
         return LEVEL
     return FEWER if (place.share or 0) < _FEWER_BYTES * (leader.share or 0) else WORSE
-
-
-def _with_standings(place: Place, named: Mapping[str, str | None]) -> Place:
-    scores = {label: replace(score, standing=named[label]) for label, score in place.scores.items()}
-    return replace(place, scores=scores)
