@@ -14,7 +14,7 @@ DOCS_READY := .venv/.docs-ready
 # A host that many external links lead to: where it cannot be reached, there is no network.
 LINKED ?= arxiv.org
 
-.PHONY: demo test test-all check bench benchmark pages docs docs-links cost package ready gpu-day
+.PHONY: demo test test-all test-arm check bench benchmark pages docs docs-links cost package ready gpu-day
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -26,6 +26,10 @@ test: check
 
 test-all: check $(DOCS_READY)
 	$(PYTEST)
+
+# The kernels of 64-bit ARM under an emulator, from Debian's qemu-user and g++-aarch64-linux-gnu: tests/support/arm.py.
+test-arm: $(READY)
+	.venv/bin/python -m tests.support.arm $(ARM)
 
 check: $(READY)
 	.venv/bin/ruff check .

@@ -31,9 +31,13 @@ QUIET = ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512", *AVX2]
 VNNI = [*AVX512, "-mavx512vnni"]
-INTEL = platform.machine().lower() in ("x86_64", "amd64")
-# Where there are others, the portable form is for processors of before 2013, and small. Elsewhere it is the only one.
-VARIANTS = {"portable": ["-O2"], "avx2": AVX2, "avx512": AVX512, "avx512vnni": VNNI} if INTEL else {"portable": []}
+# Of 64-bit Arm since 2017: what the first processors lack are the products of bytes.
+DOTPROD = ["-march=armv8.2-a+dotprod"]
+INTEL = {"portable": ["-O2"], "avx2": AVX2, "avx512": AVX512, "avx512vnni": VNNI}
+ARM = {"portable": [], "dotprod": DOTPROD}
+# Where others run on all but processors of before 2013, the portable form is small.
+BY_MACHINE = {"x86_64": INTEL, "amd64": INTEL, "aarch64": ARM, "arm64": ARM}
+VARIANTS = BY_MACHINE.get(platform.machine().lower(), {"portable": []})
 # Code is matched first, so that what looks like a link in it is passed over. A link is known by the end of its text.
 LINK_OR_CODE = re.compile(
     r"""

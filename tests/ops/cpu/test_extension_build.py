@@ -72,6 +72,7 @@ def test_no_byte_is_read_that_is_not_ours(variant: str, tmp_path: Path) -> None:
         "avx512vnni": ["-march=cascadelake"],
         "avx512": ["-march=skylake-avx512"],
         "avx2": ["-mavx2", "-mfma", "-mf16c"],
+        "dotprod": ["-march=armv8.2-a+dotprod"],
         "portable": [],
     }[variant]
     made = tmp_path / f"kernels_{variant}.so"

@@ -47,6 +47,13 @@ def test_the_best_that_runs_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded.variant == next(name for name, path in built().items() if load(path) is not None)
 
 
+@pytest.mark.skipif("dotprod" not in built() or sys.platform != "linux", reason="no kernels for 64-bit ARM on Linux")
+def test_dot_products_run_where_the_processor_has_them() -> None:
+    """Bit 20 of what the kernel says of it (HWCAP_ASIMDDP): so under `QEMU_CPU=cortex-a72` they do not."""
+    has = ctypes.CDLL(None).getauxval(16) >> 20 & 1
+    assert (load(built()["dotprod"]) is not None) == bool(has)
+
+
 @needs_built
 def test_another_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTAILOR_CPU", "portable")

@@ -16,6 +16,9 @@
 #if defined(__AVX512VNNI__)
 #include "blocks.h"
 #endif
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 // Mirrored field by field in library.py.
 struct Call {
@@ -92,10 +95,13 @@ bool keys_coarse(const Side& side) {
 #endif
 }
 
-// Whether values are summed in the order of their channels: as token_lanes.h, blocks.h or, on AVX2, short_products.h do.
+// Whether values are summed in the order of their channels: as bytes.h and blocks.h do, or without VNNI those of levels.
 bool values_short(const Side& side) {
-#if defined(__AVX512VNNI__)
+#if defined(BYTE_PRODUCTS)
   if (blocks_coarse(side)) return true;
+#if defined(__ARM_FEATURE_DOTPROD)
+  if (has_levels(side)) return values_fused(side) && levels_coarse(side);
+#endif
   if (!values_fused(side) || has_levels(side) || side.scales == FLOAT32 || groups_of(side) > MOST_GROUPS) return false;
   return in_short_tokens(side) && side.group % PART == 0;
 #elif defined(INTEGER_PRODUCTS)
@@ -170,7 +176,7 @@ struct Tables {
   bool signed_keys = all_keys > wide_keys, signed_values = all_values > wide_values;
   bool fused_keys = !call.turn && keys_fused(keys), fused_values = values_fused(values);
   bool coarse_keys = !call.turn && keys_coarse(keys), short_values = values_short(values);
-  bool cut_keys = coarse_keys && !has_levels(keys);  // products of their codes are taken as token_lanes.h does it
+  bool cut_keys = coarse_keys && !has_levels(keys);  // products of their codes are taken in integers
   // The same with `visible` as with `firsts`: a step and what it stands for must take the same blocks.
   bool joined = !call.kept && !(call.starts && call.log_weight) &&
                 in_one_row(call.keys, call.slots, call.starts) && in_one_row(call.values, call.slots, call.starts);
@@ -663,7 +669,7 @@ struct Piece {
     widen_table(values, values.step, at, count * groups, step);
     if (values.low) widen_table(values, values.low, at, count * groups, low);
     const char* from = data(values, first);
-#if defined(__AVX512VNNI__)
+#if defined(BYTE_PRODUCTS)
     if (tables.short_values)
       return sums_of_short_tokens(logits_at, rows, step, values.low ? low : nullptr, values, from, count, out);
 #endif
@@ -981,6 +987,11 @@ int32_t kvtailor_abi() { return ABI; }
 
 // Whether this machine has the instructions that this variant was compiled for.
 int32_t kvtailor_runs() {
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)
+  if (!(getauxval(AT_HWCAP) & HWCAP_ASIMDDP)) return 0;
+#elif defined(__ARM_FEATURE_DOTPROD) && !defined(__APPLE__)
+  return 0;
+#endif
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_cpu_init();
 #if defined(__AVX512VNNI__)

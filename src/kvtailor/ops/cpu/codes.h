@@ -5,6 +5,8 @@
 
 #if defined(__AVX512VNNI__)
 #include "integers.h"
+#elif defined(BYTE_PRODUCTS)
+#include "dot_products.h"
 #elif defined(INTEGER_PRODUCTS)
 #include "short_products.h"
 #endif
@@ -29,7 +31,7 @@ inline void products_of(Rows rows, const char* codes, int64_t stride, int64_t co
   }
   float all_of[W];
   store(all_of, sums(sum_of));
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if !defined(__AVX512F__)
   store_rows<R>(to, apart, all_of, count);
 #else
   const int64_t filled = count < T ? count : T;
@@ -84,7 +86,7 @@ void level_products(Rows rows, const char* codes, int64_t stride, int64_t count,
     }
     float all_of[W];
     store(all_of, sums(sum_of));
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if !defined(__AVX512F__)
     store_rows<R>(to + first, apart, all_of, count - first);
 #else
     const int64_t filled = count - first < T ? count - first : T;
@@ -158,8 +160,8 @@ inline void sums_from(const float* weights, int64_t apart, const char* codes, in
 template <class C, int R>
 void sums_rows(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
                const Scales& scales, float* out, int64_t size) {
-#if defined(INTEGER_PRODUCTS)
-  // With VNNI, codes of 2 bits are summed as token_lanes.h does it.
+#if defined(INTEGER_PRODUCTS) && defined(__AVX2__)
+  // With VNNI, codes of 2 bits are summed as bytes.h does it.
   if constexpr (C::BYTES == sizeof(U) && (C::BITS_OF > 2 || W == 8) && !C::LEVELS)
     if (scales.coarse) return short_sums<C, R>(weights, apart, codes, stride, count, scales, out, size);
 #endif
@@ -211,9 +213,9 @@ template <class Each> void with_codes(const Side& side, Each each) {
 inline bool scales_apart(const Side& side) { return groups_of(side) == 1 && folds(side) == 1; }
 
 template <class Each> void with_levels(const Side& side, Each each) {
-  if constexpr (W >= 8) {
+  if constexpr (LEVELS_PICKED) {
     if (scales_apart(side)) return each(LevelCodes<1, false>());
-    if (folds(side) == 1) return each(LevelCodes<1, true>());
-    each(LevelCodes<2, true>());
+    if (most_folds(4) == 1 || folds(side) == 1) return each(LevelCodes<1, true>());
+    if constexpr (most_folds(4) > 1) each(LevelCodes<2, true>());
   }
 }

@@ -4,7 +4,7 @@
 // codes themselves have lost. A sum less itself is 0, and NaN where something was no number: so it stays none.
 #pragma once
 
-#include "shorts.h"
+#include "bytes.h"
 
 // Adds to each lane two products of 16-bit numbers. By name: of the intrinsic GCC 12 copies the sum at every product, and
 // puts some on the stack.
@@ -45,34 +45,6 @@ INLINE inline __m512i whole_sums(const __m512i* v) {
   };
   return halved(halved(four[0], four[1]), halved(four[2], four[3]));
 }
-
-// 16-bit numbers of a query, cut into bytes.
-struct CutQuery {
-  alignas(64) int8_t high[MOST_SHORT], low[MOST_SHORT];
-  float scale;
-
-  // For codes of so many bits.
-  APART void fill(const float* query, int64_t size, int64_t bits) { cut(query, size, scaled(query, size, most_for(size, bits))); }
-
-  // The query times the steps of its channels. Gives the sum of the query times their minima.
-  APART float fill_times(const float* query, const float* step, const float* low, int64_t size, int64_t bits) {
-    float times[MOST_SHORT];
-    I top{};
-    const float lows = times_steps(query, step, low, size, times, top);
-    cut(times, size, scaled_by(top, most_for(size, bits)));
-    return lows;
-  }
-
- private:
-  void cut(const float* query, int64_t size, Scaled by) {
-    for (int64_t c = 0; c < size; c += W) {
-      const I number = rounded(load<F>(query + c) * by.up);
-      _mm_storeu_si128((__m128i*)(low + c), _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)number));
-      _mm_storeu_si128((__m128i*)(high + c), _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)((number + 128) >> 8)));
-    }
-    scale = by.back;
-  }
-};
 
 // One row: codes as they are, four products to a lane, with the high bytes of a query and with its low ones. It spares
 // the widening of codes, which several rows share, and costs a second sum.

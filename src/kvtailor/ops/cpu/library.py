@@ -47,7 +47,7 @@ __all__ = [
 # What kernels call them, see `Kind` of layouts.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Best first.
-VARIANTS = ("avx512vnni", "avx512", "avx2", "portable")
+VARIANTS = ("avx512vnni", "avx512", "avx2", "dotprod", "portable")
 _FOLDER = Path(__file__).parent
 # `ABI` of layouts.h. Both are raised with each change of a structure below, or of what a function takes or means.
 ABI = 1

@@ -45,7 +45,7 @@ inline void logits_of(const float* query, int64_t size, const char* keys, int64_
     }
   float all_of[W];
   store(all_of, sums(sum_of));
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if !defined(__AVX512F__)
   store_rows<R>(to, BLOCK, all_of, count);
 #else
   const int64_t filled = count < N ? count : N;

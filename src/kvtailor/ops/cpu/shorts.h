@@ -9,7 +9,7 @@
 
 #if defined(__AVX512F__)
 typedef __m512i Words;
-#else
+#elif defined(__AVX2__)
 typedef __m256i Words;
 #endif
 
@@ -36,6 +36,8 @@ inline I largest_bits(I so_far, F x) {
 inline Scaled scaled_by(I bits, int64_t most) {
 #if defined(__AVX512F__)
   const int32_t most_bits = _mm512_reduce_max_epi32((__m512i)bits);
+#elif defined(__aarch64__)
+  const int32_t most_bits = vmaxvq_s32((int32x4_t)bits);
 #else
   __m128i top = _mm_max_epi32(_mm256_castsi256_si128((__m256i)bits), _mm256_extracti128_si256((__m256i)bits, 1));
   top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0x4e));
@@ -68,6 +70,8 @@ inline I numbered() {
 inline I rounded(F x) {
 #if defined(__AVX512F__)
   return (I)_mm512_maskz_cvtps_epi32(0xffff, (__m512)x);
+#elif defined(__aarch64__)
+  return (I)vcvtnq_s32_f32((float32x4_t)x);
 #else
   return (I)_mm256_cvtps_epi32((__m256)x);
 #endif
@@ -77,6 +81,8 @@ inline I rounded(F x) {
 inline void store_shorts(int16_t* to, I numbers) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256((__m256i*)to, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)numbers));
+#elif defined(__aarch64__)
+  vst1_s16(to, vmovn_s32((int32x4_t)numbers));
 #else
   const __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)numbers, (__m256i)numbers), 0x08);
   _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(both));
@@ -86,7 +92,11 @@ inline void store_shorts(int16_t* to, I numbers) {
 #if !defined(__AVX512F__)
 // 2 W of them, in half the operations.
 inline void store_shorts(int16_t* to, I first, I last) {
+#if defined(__aarch64__)
+  vst1q_s16(to, vmovn_high_s32(vmovn_s32((int32x4_t)first), (int32x4_t)last));
+#else
   store(to, _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)first, (__m256i)last), 0xd8));
+#endif
 }
 #endif
 
@@ -117,7 +127,7 @@ inline float times_steps(const float* query, const float* step, const float* low
 template <class V> inline void add_pairs(V& sum, __m512i codes, const void* numbers) {
   asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const int32_t(*)[1])numbers));
 }
-#else
+#elif defined(__AVX2__)
 inline void add_pairs(I& sum, __m256i codes, const void* numbers) {
   sum += (I)_mm256_madd_epi16(codes, _mm256_set1_epi32(load<int32_t>(numbers)));
 }
@@ -203,7 +213,22 @@ APART void of_group(const float* from, int64_t groups, int64_t group, int64_t co
     return;
   }
 #endif
-#if !defined(__AVX512F__)
+#if defined(__aarch64__)
+  if (groups == 2) {
+    for (int64_t t = 0; t < count; t += W, from += 2 * W) {
+      const float32x4x2_t both = vld2q_f32(from);
+      vst1q_f32(to + t, group ? both.val[1] : both.val[0]);
+    }
+    return;
+  }
+  if (groups == 4) {
+    each_below<4>([&](auto mine) INLINE {
+      if (group != mine) return;
+      for (int64_t t = 0; t < count; t += W, from += 4 * W) vst1q_f32(to + t, vld4q_f32(from).val[mine]);
+    });
+    return;
+  }
+#elif !defined(__AVX512F__)
   if (groups == 2) {
     for (int64_t t = 0; t < count; t += W, from += 2 * W) {
       const __m256 a = (__m256)load<F>(from), b = (__m256)load<F>(from + W);
@@ -230,6 +255,7 @@ APART void of_group(const float* from, int64_t groups, int64_t group, int64_t co
   for (int64_t t = 0; t < count; t++) to[t] = from[t * groups + group];
 }
 
+#if defined(__AVX2__)
 // M vectors of the sums that one vector of words gives, of R rows. `words` is what registers hold: two tokens' codes of
 // 16 bits side by side are a word.
 template <class C, int R, int M, int FIRST>
@@ -294,3 +320,4 @@ void short_sums(const float* weights, int64_t apart, const char* codes, int64_t 
     short_sums_from<C, R>(of, codes, stride, count, next, out + c, size);
   }
 }
+#endif

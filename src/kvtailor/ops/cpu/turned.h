@@ -195,6 +195,9 @@ inline F less_quarters(F x, F quarters) {
 #elif defined(__FMA__)
   const __m256 most = _mm256_fnmadd_ps((__m256)quarters, _mm256_set1_ps(1.57079637f), (__m256)x);
   return (F)_mm256_fnmadd_ps((__m256)quarters, _mm256_set1_ps(-4.37113883e-8f), most);
+#elif defined(__aarch64__)
+  const float32x4_t most = vfmsq_n_f32((float32x4_t)x, (float32x4_t)quarters, 1.57079637f);
+  return (F)vfmsq_n_f32(most, (float32x4_t)quarters, -4.37113883e-8f);
 #else
   for (int i = 0; i < W; i++) x[i] = (float)((double)x[i] - (double)quarters[i] * 1.5707963267948966);
   return x;

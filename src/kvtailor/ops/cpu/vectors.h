@@ -8,6 +8,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -18,9 +20,13 @@ constexpr int W = 8;
 constexpr int W = 4;
 #endif
 
-// Which form of products in integers there is: see integers.h and short_products.h.
-#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+// Which form of products in integers there is: see integers.h, short_products.h and dot_products.h.
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__)) || defined(__ARM_FEATURE_DOTPROD)
 #define INTEGER_PRODUCTS
+#endif
+// Of them those that add four products of bytes to a lane.
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#define BYTE_PRODUCTS
 #endif
 
 typedef float F __attribute__((vector_size(W * 4)));
@@ -113,7 +119,11 @@ static inline float sum(F v) {
 
 // Lane i of the result is the lane from[i] of v.
 static inline F picked(F v, I from) {
-#if defined(__clang__)
+#if defined(__aarch64__)
+  // The four bytes of each.
+  const U bytes = ((U)from & (W - 1)) * 0x04040404u + 0x03020100u;
+  return (F)vqtbl1q_u8((uint8x16_t)v, (uint8x16_t)bytes);
+#elif defined(__clang__)
   F to;
   for (int i = 0; i < W; i++) to[i] = v[from[i]];
   return to;
@@ -181,11 +191,11 @@ template <int N = W, class V> INLINE static inline V sums(const V* v) {
 #endif
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-// Writes W / R numbers of each of R rows, `apart` from one another, or as many as there are: a copy of a number that is
-// not known is a call.
-template <int R> INLINE static inline void store_rows(float* to, int64_t apart, const float* from, int64_t count) {
-  constexpr int N = W / R;
+#if !defined(__AVX512F__)
+// Writes N numbers of each of R rows, `apart` from one another, or as many as there are: a copy of a number that is not
+// known is a call.
+template <int R, int N = W / R>
+INLINE static inline void store_rows(float* to, int64_t apart, const float* from, int64_t count) {
   if (count >= N) {
     UNROLLED for (int r = 0; r < R; r++) memcpy(to + r * apart, from + r * N, N * sizeof(float));
   } else {
@@ -193,7 +203,9 @@ template <int R> INLINE static inline void store_rows(float* to, int64_t apart, 
       for (int64_t i = 0; i < count; i++) to[r * apart + i] = from[r * N + i];
   }
 }
+#endif
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
 // Adds the same numbers times a, and times b. By name: GCC 12 reads factors long before they are multiplied, has too few
 // registers then, and puts what it read on the stack.
 INLINE static inline void add_two_products(F& sum_of_a, F& sum_of_b, F a, F b, const float* factors) {
@@ -234,12 +246,14 @@ static inline F tangent(F x) {
   return x * p / q;
 }
 
-// GCC 12 takes __builtin_convertvector apart into halves, hence the instructions by name.
+// GCC 12 takes __builtin_convertvector apart into halves, or into single numbers, hence the instructions by name.
 static inline U widened(H h) {
 #if defined(__AVX512F__)
   return (U)_mm512_cvtepu16_epi32((__m256i)h);
 #elif defined(__AVX2__)
   return (U)_mm256_cvtepu16_epi32((__m128i)h);
+#elif defined(__aarch64__)
+  return (U)vmovl_u16((uint16x4_t)h);
 #else
   return __builtin_convertvector(h, U);
 #endif
@@ -250,6 +264,8 @@ static inline I ints_of(const uint8_t* codes) {
   return (I)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
 #elif defined(__AVX2__)
   return (I)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes));
+#elif defined(__aarch64__)
+  return (I)vmovl_u16(vget_low_u16(vmovl_u8((uint8x8_t)vdup_n_u32(load<uint32_t>(codes)))));
 #else
   return __builtin_convertvector(load<B>(codes), I);
 #endif
@@ -308,6 +324,8 @@ struct F16 {
     return (F)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
     return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__aarch64__)
+    return (F)vcvt_f32_f16((float16x4_t)load<H>(p));
 #else
     F v;
     for (int i = 0; i < W; i++) v[i] = one((const uint16_t*)p + i);

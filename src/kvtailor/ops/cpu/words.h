@@ -59,6 +59,12 @@ template <int BITS, int FOLD> struct Codes {
   }
 };
 
+#if defined(__AVX2__) || defined(__aarch64__)
+constexpr bool LEVELS_PICKED = true;
+#else
+constexpr bool LEVELS_PICKED = false;
+#endif
+
 // Codes of 4 bits that stand for 16 levels, which registers hold. BLOCKS: each block of channels has a scale of its own.
 template <int FOLD, bool BLOCKS> struct LevelCodes : Codes<4, FOLD> {
   static constexpr bool LEVELS = true, OF_BLOCKS = BLOCKS;
@@ -75,6 +81,10 @@ template <int FOLD, bool BLOCKS> struct LevelCodes : Codes<4, FOLD> {
     const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels), (__m256i)down);
     const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels + 8), (__m256i)down);
     return (F)_mm256_blendv_ps(low, high, (__m256)(down << 28));
+#elif defined(__aarch64__)
+    // The four bytes of each.
+    const uint8x16x4_t table = vld1q_u8_x4((const uint8_t*)levels);
+    return (F)vqtbl4q_u8(table, (uint8x16_t)((down & 15) * 0x04040404u + 0x03020100u));
 #else
     return F{} + levels[0];
 #endif
@@ -84,7 +94,7 @@ template <int FOLD, bool BLOCKS> struct LevelCodes : Codes<4, FOLD> {
 // Whether vectors pick levels for the codes of a side as they lie; else they are decoded.
 static inline bool picks_levels(const Side& side) {
   if (side.kind == GRID_CODES && side.size % 2) return false;
-  return W >= 8 && has_levels(side) && side.bits == 4 && codes_of(side) >= 4 * W && groups_of(side) <= W;
+  return LEVELS_PICKED && has_levels(side) && side.bits == 4 && codes_of(side) >= 4 * W && groups_of(side) <= W;
 }
 
 // The bytes of a token's codes where one plane holds them all and vectors of words divide them; else 0.
