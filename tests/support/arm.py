@@ -114,7 +114,8 @@ def main(arguments: list[str]) -> int:
     print("running tests under QEMU: Python and torch alone take a minute or two to begin", flush=True)
     here["PYTHONPATH"] = f"{BUILT}:{here['PYTHONPATH']}"
     tests = arguments or ["--sample", "tests/ops/cpu"]
-    pytest = emulated("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    # Hypothesis takes an emulated processor for a slow test, but under what it calls `ci`.
+    pytest = emulated("-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=ci", *tests)
     return subprocess.run(pytest, cwd=ROOT, env={**os.environ, **here}).returncode
 
 

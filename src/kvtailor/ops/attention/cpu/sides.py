@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-# Of keys and of values: as `MOST_OF_KEYS` and `MOST_OF_VALUES` in integers.h.
+# Of keys and of values: as `MOST_OF_KEYS` and `MOST_OF_VALUES` in shorts.h.
 MOST_WHOLE = (8191, 4096)
 # Types of the scales of `BLOCK_LEVELS`, see layouts.h.
 _E4M3, _E8M0 = 3, 4
