@@ -170,9 +170,7 @@ def _judged(held_out: Sequence[Tensor], pruned: Tensor) -> dict[str, object]:
             dropped = torch.arange(tokens) >= budgets[..., None]
             lost[name].append(100 * float((gains * dropped).sum() / gains.sum()))
     less = mean_difference(lost["profile"], lost["equal"])
-    apart = (
-        "too few for an interval" if less.low is None or less.high is None else f"{less.low:+.2f} to {less.high:+.2f}"
-    )
+    apart = less.interval(2, signed=True) or "too few for an interval"
     means = {name: sum(each) / len(each) for name, each in lost.items()}
     return {
         "verdict": (

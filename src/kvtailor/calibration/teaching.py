@@ -220,9 +220,7 @@ def judged(
     }
     agreed = [agreement(one, each.found) for one, each in zip(said, held_out, strict=True)]
     more = mean_difference(agreed, [_SHARE] * len(agreed))
-    interval = "one passage"
-    if more.low is not None and more.high is not None:
-        interval = f"{100 * (_SHARE + more.low):.1f} to {100 * (_SHARE + more.high):.1f}"
+    interval = more.map(lambda each: _SHARE + each).interval(1, scale=100) or "one passage"
     return {
         "verdict": (
             f"keeps {100 * sum(agreed) / len(agreed):.1f} % ({interval}) of the quarter of tokens that {teacher} keeps "

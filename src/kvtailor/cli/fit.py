@@ -295,7 +295,7 @@ def show(found: Fit, folder: Path | None) -> None:
             table.add_row(Text(each.label), "", "", Text(f"failed: {each.error}"), "", "", "")
             continue
         loss, seconds = each.loss, (each.seconds or {}).get("median")
-        interval = "-" if loss.low is None or loss.high is None else f"{loss.low:+.4f} to {loss.high:+.4f}"
+        interval = loss.interval(4, signed=True) or "-"
         told = "" if each.origin == "full" else "this one" if each is chosen else found.told.get(each.label, "")
         table.add_row(
             Text(each.label),

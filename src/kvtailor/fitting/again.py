@@ -56,7 +56,7 @@ class Again:
         lines = []
         if self.measured is not None:
             each, loss = self.measured, self.measured.loss
-            interval = "" if loss.low is None or loss.high is None else f" ({loss.low:.4f} to {loss.high:.4f})"
+            interval = f" ({ends})" if (ends := loss.interval(4)) else ""
             lines.append(each.plan)
             lines.append(
                 f"  measured by the search: {byte_text(each.bytes)} ({100 * each.bytes / self.full:.1f} %), loses "

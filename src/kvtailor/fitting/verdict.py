@@ -277,9 +277,9 @@ def _simplest(plans: Sequence[Judged]) -> Judged:
 
 
 def _told(found: Estimate) -> str:
-    if found.low is None or found.high is None or found.low <= 0 <= found.high:
+    if found.ends is None or found.ends[0] <= 0 <= found.ends[1]:
         return "not told apart"
-    return "better" if found.high < 0 else "worse"
+    return "better" if found.ends[1] < 0 else "worse"
 
 
 def _windows_for(chosen: Judged, rival: Judged, confidence: float) -> int | None:
@@ -316,20 +316,12 @@ def _sentence(
         words += f"It is not told apart from {best}, {rival.label} ({_interval(found)} nats)"
         return words + (f": about {needed} windows would be needed." if needed else ".")
     how = "less" if told[rival.label] == "better" else "more"
-    shown = Estimate(abs(found.value), *_turned(found), found.count)
+    shown = found if found.value >= 0 else found.map(lambda each: -each)
     return words + f"It loses {_interval(shown)} nats {how} than {best}, {rival.label}."
 
 
-def _turned(found: Estimate) -> tuple[float | None, float | None]:
-    if found.low is None or found.high is None:
-        return None, None
-    return (found.low, found.high) if found.value >= 0 else (-found.high, -found.low)
-
-
 def _interval(found: Estimate) -> str:
-    if found.low is None or found.high is None:
-        return f"{found.value:.4f} (too few windows for an interval)"
-    return f"{found.value:.4f} ({found.low:.4f} to {found.high:.4f})"
+    return f"{found.value:.4f} ({found.interval(4) or 'too few windows for an interval'})"
 
 
 def _none_meets(least: Judged, loss: float) -> str:

@@ -6,15 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.schema import Record, latest
 from kvtailor.errors import ArgumentError
 
 __all__ = [
     "Series",
     "base",
-    "compared_tasks",
-    "declared_tasks",
     "named",
     "of_one_model",
     "series_of",
@@ -112,13 +109,3 @@ def of_one_model(records: Sequence[Record]) -> tuple[list[Record], int]:
     last = max(single, key=lambda record: record.started)
     ours = [record for record in single if model(record) == model(last)]
     return ours, len(single) - len(ours)
-
-
-def declared_tasks(records: Sequence[Record]) -> list[str]:
-    """The tasks of some records that declare no columns, so that metrics are shown by their own words."""
-    return [task for task in dict.fromkeys(r.task for r in records) if task in KINDS and KINDS[task].shown is None]
-
-
-def compared_tasks() -> list[str]:
-    """The tasks whose records have a number for each sample, so that plans can be compared sample by sample."""
-    return [name for name, task in KINDS.items() if task.by_sample]

@@ -6,7 +6,6 @@ and of needles over all lengths, depths and kinds that 'full' was asked too.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 from kvtailor.bench.measure.paired_hits import share
 from kvtailor.bench.measure.statistics import Estimate, wilson
 from kvtailor.bench.report.points import Series, base, series_of, texts_together
-from kvtailor.bench.report.table import PLAN, Number, numbers_of
+from kvtailor.bench.report.table import PLAN, Number, number_over, numbers_of
 from kvtailor.bench.report.tables.quality import NATS, difference, documents_of, documents_over
 from kvtailor.bench.schema import Record
 from kvtailor.presets import FULL
@@ -175,35 +174,6 @@ def asked_of_both(records: Sequence[Record], plan: str, full: str | None) -> lis
     return [each.records[plan] for each in shared or series]
 
 
-def _number(metric: str, unit: str, found: float | Estimate, records: Sequence[Record], task: str = "") -> Number:
-    """A number of a plan.
-
-    Args:
-        metric, unit: see `Number`.
-        found: the value, with its interval where it has one.
-        records: behind it, one of the plan first.
-        task: its name; empty: that of the first record.
-    """
-    first = records[0]
-    whole = found if isinstance(found, Estimate) else None
-    return Number(
-        plan=first.label,
-        model=first.model,
-        text=", ".join(dict.fromkeys(r.text for r in records if r.text is not None)) or None,
-        task=task or first.task,
-        point=json.dumps(dict(first.point) if len({str(r.point) for r in records}) == 1 else {}, sort_keys=True),
-        metric=metric,
-        unit=unit,
-        value=found.value if isinstance(found, Estimate) else found,
-        low=None if whole is None else whole.low,
-        high=None if whole is None else whole.high,
-        n=None if whole is None else whole.count,
-        over=PLAN,
-        plan_hash=first.plan_hash,
-        keys=tuple(dict.fromkeys(record.key for record in records)),
-    )
-
-
 def _weighed(at: Mapping[str, Record | None], needles: Sequence[Record]) -> Record | None:
     """The record whose cache stands for the plan's."""
     first = ("perplexity", "fidelity", "longcontext", "harness", "speed", "memory", "speculation")
@@ -219,9 +189,9 @@ def _of_cache(weighed: Record | None) -> Iterator[Number]:
     for name in ("tokens_held", "tokens_seen", "bytes_held", "bytes_full"):
         value = getattr(weighed, name)
         if value is not None:
-            yield _number(name, name.partition("_")[0], value, [weighed], "cache")
+            yield number_over(name, name.partition("_")[0], value, [weighed], "cache")
     if weighed.bytes_held and weighed.bytes_full:
-        yield _number("ratio", "share", weighed.bytes_held / weighed.bytes_full, [weighed], "cache")
+        yield number_over("ratio", "share", weighed.bytes_held / weighed.bytes_full, [weighed], "cache")
 
 
 def _of_texts(texts: Sequence[Series], mine: str, full: str | None) -> Iterator[Number]:
@@ -232,7 +202,7 @@ def _of_texts(texts: Sequence[Series], mine: str, full: str | None) -> Iterator[
     pairs = _pairs(ours, theirs)
     loss = _paired(pairs, "nll", documents_over([record for record, _ in pairs]))
     if loss is not None:
-        yield _number("nll_over_full", NATS, loss, [*ours, *theirs])
+        yield number_over("nll_over_full", NATS, loss, [*ours, *theirs])
     if len(texts) > 1:
         yield from _over_texts(ours)
 
@@ -240,28 +210,28 @@ def _of_texts(texts: Sequence[Series], mine: str, full: str | None) -> Iterator[
 def _over_texts(scored: Sequence[Record]) -> Iterator[Number]:
     windows = [x for record in scored for x in record.values.get("nll", ())]
     if windows and all(record.values.get("nll") for record in scored):
-        yield _number("nll", NATS, fmean(windows), scored)
-        yield _number("perplexity", "perplexity", math.exp(fmean(windows)), scored)
+        yield number_over("nll", NATS, fmean(windows), scored)
+        yield number_over("perplexity", "perplexity", math.exp(fmean(windows)), scored)
     bits = [(record.metrics.get("bits_per_byte"), record.metrics.get("nll"), record.tokens_scored) for record in scored]
     # Bytes of a text are its nats over those of a byte.
     nats = [each * tokens for _, each, tokens in bits if each is not None and tokens]
     sizes = [each * tokens / (rate * math.log(2)) for rate, each, tokens in bits if rate and each and tokens]
     if len(nats) == len(sizes) == len(scored):
-        yield _number("bits_per_byte", "bits per byte", sum(nats) / math.log(2) / sum(sizes), scored)
+        yield number_over("bits_per_byte", "bits per byte", sum(nats) / math.log(2) / sum(sizes), scored)
 
 
 def _of_needles(needles: Sequence[Record], full: Sequence[Record]) -> Iterator[Number]:
     if not needles:
         return
     hits, answers = sum(int(sum(r.values["hit"])) for r in needles), sum(len(r.values["hit"]) for r in needles)
-    yield _number("accuracy", "share", wilson(hits, answers), needles)
+    yield number_over("accuracy", "share", wilson(hits, answers), needles)
     parts = [part for record in needles for part in record.values.get("recall", ())]
     if parts:
-        yield _number("recall", "share", share(parts), needles)
+        yield number_over("recall", "share", share(parts), needles)
     pairs = _pairs(needles, full)
     loss = _paired(pairs, "nll", documents_of(pairs[0][0]) if len(pairs) == 1 else ())
     if loss is not None:
-        yield _number("answer_nll_over_full", NATS, loss, [r for side in zip(*pairs, strict=True) for r in side])
+        yield number_over("answer_nll_over_full", NATS, loss, [r for side in zip(*pairs, strict=True) for r in side])
 
 
 def _of_times(timed: Record | None, full: Record | None) -> Iterator[Number]:
@@ -273,10 +243,10 @@ def _of_times(timed: Record | None, full: Record | None) -> Iterator[Number]:
         for name in ("ttft", "tpot"):
             top, bottom = timed.timings[name]["median"], full.timings[name]["median"]
             if top is not None and bottom:
-                yield _number(f"{name}_over_full", "ratio", top / bottom, [timed, full])
+                yield number_over(f"{name}_over_full", "ratio", top / bottom, [timed, full])
     median = timed.timings["tpot"]["median"]
     if timed.floor_seconds is not None and median:
-        yield _number("floor_over_tpot", "ratio", timed.floor_seconds / median, [timed])
+        yield number_over("floor_over_tpot", "ratio", timed.floor_seconds / median, [timed])
 
 
 def _pairs(ours: Sequence[Record], full: Sequence[Record]) -> list[tuple[Record, Record]]:

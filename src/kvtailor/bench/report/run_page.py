@@ -108,7 +108,7 @@ def run_page(summary: Summary, suites: Sequence[SuitePages] = ()) -> str:
     rests = Part(
         "rests",
         "What the numbers rest on",
-        [*summary.footnotes, Records(records=records)],
+        [*summary.footnotes, Records()],
     )
     return render(
         Page(

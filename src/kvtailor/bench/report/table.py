@@ -26,7 +26,7 @@ from kvtailor.errors import KvtailorError
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["PLAN", "POINT", "POINTS_TOGETHER", "Number", "as_long_csv", "frame_of", "numbers_of", "tidy"]
+__all__ = ["PLAN", "POINT", "POINTS_TOGETHER", "Number", "as_long_csv", "frame_of", "number_over", "numbers_of", "tidy"]
 
 POINT, POINTS_TOGETHER, PLAN = "point", "points", "plan"
 _CSV = ("model", "text", "point", "plan", "metric", "unit", "value", "low", "high", "n")
@@ -89,20 +89,38 @@ class Number(NamedTuple):
         return Estimate(self.value, self.low, self.high, self.n or 0)
 
 
+def number_over(metric: str, unit: str, found: float | Estimate, records: Sequence[Record], task: str = "") -> Number:
+    """Return a number of a plan over some records, of which it has the texts, the keys, and the point if it is one.
+
+    Args:
+        metric, unit: see `Number`.
+        found: the value, with its interval where it has one.
+        records: behind it, one of the plan first.
+        task: its name; empty: that of the first record.
+    """
+    first = records[0]
+    value, low, high, count = astuple(found) if isinstance(found, Estimate) else (found, None, None, None)
+    return Number(
+        plan=first.label,
+        model=first.model,
+        text=", ".join(dict.fromkeys(r.text for r in records if r.text is not None)) or None,
+        task=task or first.task,
+        point=json.dumps(dict(first.point) if len({str(r.point) for r in records}) == 1 else {}, sort_keys=True),
+        metric=metric,
+        unit=unit,
+        value=value,
+        low=low,
+        high=high,
+        n=count,
+        over=PLAN,
+        plan_hash=first.plan_hash,
+        keys=tuple(dict.fromkeys(record.key for record in records)),
+    )
+
+
 def numbers_of(record: Record) -> Iterator[Number]:
     """Return what one record holds: its fields, metrics and timings. What was not measured has no row."""
-    of = Number(
-        plan=record.label,
-        model=record.model,
-        text=record.text,
-        task=record.task,
-        point=json.dumps(dict(record.point), sort_keys=True),
-        metric="",
-        unit="",
-        value=0.0,
-        plan_hash=record.plan_hash,
-        keys=(record.key,),
-    )
+    of = number_over("", "", 0.0, [record])._replace(over=POINT)
     for name, unit in _FIELDS.items():
         value = getattr(record, name)
         if value is not None:
@@ -224,18 +242,11 @@ def _over_points(measure: Measure, by_plan: Mapping[str, Record]) -> Iterator[Nu
     """Right answers over all lengths and depths, as the pages have them."""
     for plan, score in measure.scores.items():
         name = "recall" if measure.name.split(",")[1].strip() == "recall" else "accuracy"
-        own = Number(
-            plan=by_plan[plan].label,
-            model=by_plan[plan].model,
+        own = number_over(name, "share", score.value / 100, [by_plan[plan]], "needle")._replace(
             text="generated documents",
-            task="needle",
             point=json.dumps({"all points of": measure.name}),
-            metric=name,
-            unit="share",
-            value=score.value / 100,
             n=score.samples,
             over=POINTS_TOGETHER,
-            plan_hash=plan,
             keys=score.keys,
         )
         yield own

@@ -90,8 +90,8 @@ class Verdict:
         """The loss with its interval, and the answers."""
         assert self.loss is not None
         found = f"{self.loss.value:+.4f} nats a token"
-        if self.loss.low is not None and self.loss.high is not None:
-            found += f" ({self.loss.low:+.4f} to {self.loss.high:+.4f})"
+        if (ends := self.loss.interval(4, signed=True)) is not None:
+            found += f" ({ends})"
         if self.loss.value > _LARGE:
             found += f", perplexity times {math.exp(self.loss.value):.3g}"
         for where, answers in (("inside", self.inside), ("after the context", self.after)):

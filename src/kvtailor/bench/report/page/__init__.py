@@ -240,10 +240,9 @@ class Front(Block):
 
 @dataclass(frozen=True, kw_only=True)
 class Records(Block):
-    """The records behind the numbers of the page, a line each."""
+    """The records of the page, a line each."""
 
     block: ClassVar[str] = "records"
-    records: Sequence[Record]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from kvtailor.bench import checks
+from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.measure.statistics import FEWEST
-from kvtailor.bench.report.points import Series, base, compared_tasks, named, series_of, texts_together
+from kvtailor.bench.report.points import Series, base, named, series_of, texts_together
 from kvtailor.bench.report.rows import OWN, Row, asked_of_both
 from kvtailor.bench.report.tables.quality import Measure, documents_over, official_is_mean
 from kvtailor.bench.report.verdict.verdict import beats_full, beyond_the_model
@@ -17,6 +18,8 @@ from kvtailor.presets import FULL
 __all__ = ["footnotes"]
 
 _AS_MUCH = 0.99
+_COMPARED = [name for name, task in KINDS.items() if task.by_sample]
+"""Tasks whose records have a number for each sample, so that plans can be compared sample by sample."""
 
 
 def footnotes(
@@ -305,7 +308,7 @@ def _unequal_samples(records: Sequence[Record]) -> Iterator[str]:
     A plan that failed at a point has a sentence of its own elsewhere, so such points do not count here.
     """
     failed = {(r.task, r.plan_hash) for r in records if r.error is not None}
-    for task in compared_tasks():
+    for task in _COMPARED:
         series = series_of(records, task)
         plans = {h: r.label for each in series for h, r in each.records.items() if h != OWN and (task, h) not in failed}
         counts = {
@@ -333,7 +336,7 @@ def _idle_plans(records: Sequence[Record]) -> Iterator[str]:
     such sentence.
     """
     pairs: dict[str, list[tuple[Record, Record]]] = {}
-    for task in compared_tasks():
+    for task in _COMPARED:
         for each in series_of(records, task):
             full = next((r for r in each.records.values() if r.is_full), None)
             if full is None or not full.values:

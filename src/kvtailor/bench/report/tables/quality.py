@@ -12,7 +12,7 @@ from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.measure.equivalence import Losses, losses_of
 from kvtailor.bench.measure.paired_hits import share_difference
 from kvtailor.bench.measure.statistics import Estimate, mean_difference
-from kvtailor.bench.report.points import Series, base, declared_tasks, named, series_of
+from kvtailor.bench.report.points import Series, base, named, series_of
 from kvtailor.bench.schema import Record
 
 __all__ = [
@@ -215,10 +215,11 @@ def _sets(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
 
 
 def _declared(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
-    for task in declared_tasks(records):
-        told = () if KINDS[task].of_cost else KINDS[task].metrics or ()
+    for task in dict.fromkeys(record.task for record in records):
+        if task not in KINDS or KINDS[task].shown is not None or KINDS[task].of_cost:
+            continue
         members = series_of(records, task)
-        for metric in told:
+        for metric in KINDS[task].metrics or ():
             if metric.mean_of is None or metric.higher_is_better is None:
                 continue
             top, lower = 1.0 if metric.unit == "share" else None, not metric.higher_is_better
