@@ -55,7 +55,9 @@ __all__ = [
     "drop_middle",
     "encode_tail",
     "count_first_tokens",
+    "count_leaving",
     "has_unencoded",
+    "may_stay_tail",
     "split_oldest",
     "count_waiting_in_tail",
     "compute_contents",
@@ -145,7 +147,7 @@ def compute_contents(
     merged = None
     if bool((counts.kept < counts.before).any()):
         merged = _merge(state, plan, replace(held, kept=counts.kept), slots, keep, recent, most)
-    if codec.exact and codec.block == 0 and not plan.merge.weighted:
+    if may_stay_tail(plan, codec):
         whole = cut_lanes(keep, counts=counts.kept)
         # Every head keeps the same number: one lane for each (row, head), which a tail can hold.
         if whole is not None and whole.owner is None:
@@ -568,18 +570,33 @@ def encode_tail(
     waits = state.clock.due or state.pending is not None or (state.layer_group and not state.completes)
     if tail is None or codec.block == 0 or waits:
         return
-    count = tail.length - codec.tail
-    if new_tokens == 1:
-        count = count // codec.block * codec.block
+    count = count_leaving(codec, tail.length, new_tokens)
     ages = bool(codec.ages) and (count > 0 or state.clock.growth == 0)
-    if count <= 0 and not ages:
+    if not count and not ages:
         return
     first = None if real is None else real.to(torch.int8).argmax(-1)
     with nullcontext() if late is None else late.collecting():
         if ages:
             _renew(state, plan, first)
-        if count > 0:
+        if count:
             _encode_oldest(group, plan, count, real, first)
+
+
+def count_leaving(codec: Codec, length: int, new_tokens: int) -> int:
+    """Return how many of a tail's oldest tokens are encoded after a forward, see `encode_tail`.
+
+    Args:
+        codec: as it is on the layer.
+        length: tokens of the tail.
+        new_tokens: of the forward.
+    """
+    more = max(0, length - codec.tail) if codec.block else 0
+    return more // codec.block * codec.block if more and new_tokens == 1 else more
+
+
+def may_stay_tail(plan: Plan, codec: Codec) -> bool:
+    """Return whether what an eviction leaves stays a tail where every row and head keeps the same number of tokens."""
+    return codec.exact and codec.block == 0 and not plan.merge.weighted
 
 
 def _renew(state: LayerState, plan: Plan, first: Tensor | None) -> None:

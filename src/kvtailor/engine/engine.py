@@ -450,8 +450,7 @@ class Engine:
         """Whether a layer must be evicted from after `new` new tokens."""
         if self._was_never_repeated(state):
             return False
-        slack, clock = self.plan.slack_tokens, state.clock
-        return new > 1 or (slack is not None and (clock.evict_at is None or clock.growth > clock.evict_at))
+        return state.clock.is_due(self.plan.slack_tokens, new)
 
     def _cut_now(self, state: LayerState) -> list[LayerState]:
         """Return the layers to evict from once this one has its new tokens; none while they wait for others."""

@@ -348,10 +348,8 @@ class Eviction:
         return replace(found, view=None, remembered=None, cut_before=True)
 
     def _settle(self, state: LayerState, visible: Visibility, close: Callable[[LayerState, Visibility], None]) -> None:
-        clock = state.clock
-        clock.due = False
-        clock.settled_seen, clock.evict_at, clock.growth = state.stored.seen, self.plan.slack_tokens, 0
-        if clock.evict_at is None:
+        state.clock.settle(self.plan.slack_tokens, state.stored.seen)
+        if self.plan.slack_tokens is None:
             state.observed.reconstruction = None
         if self.plan.scope != "layer":
             close(state, visible)

@@ -225,6 +225,14 @@ class Clock:
         if new > 1 and seen - new <= self.prompt:
             self.prompt = seen
 
+    def is_due(self, slack: int | None, new: int) -> bool:
+        """Return whether an eviction is due after `new` new tokens, under a plan with such a `slack_tokens`."""
+        return new > 1 or (slack is not None and (self.evict_at is None or self.growth > self.evict_at))
+
+    def settle(self, slack: int | None, seen: int) -> None:
+        """Begin anew behind an eviction, at `seen` tokens."""
+        self.due, self.settled_seen, self.evict_at, self.growth = False, seen, slack, 0
+
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return JSON-able fields that describe it between two forwards, when nothing is due."""
         return {name: getattr(self, own) for own, name in _CLOCK_NAMES.items()}, {}

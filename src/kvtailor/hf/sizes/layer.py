@@ -1,7 +1,7 @@
 """What one layer holds after a prompt and some decoded tokens, in numbers of slots: the engine's rules without tensors.
 
-Each rule names the function that it follows. Where the numbers depend on the text, they are bounds. The bytes of
-segments that are stored otherwise as they grow old are here, too: a codec of each age, and what has which.
+A rule that needs no tensor is the engine's own function; the others name the one that they follow. Where the numbers
+depend on the text, they are bounds.
 """
 
 from __future__ import annotations
@@ -9,110 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvtailor.encode.by_age import ByAge
 from kvtailor.encode.contract import Codec
-from kvtailor.hf.sizes.segments import NOTHING, Bounds, SegmentBytes, hull
+from kvtailor.engine.apply import count_leaving
+from kvtailor.hf.sizes.segments import NOTHING, Aging, Bounds, BytesByAge, SegmentBytes, hull, of_kept, slots_of_kept
 from kvtailor.ops.lanes.ragged import page_size
 from kvtailor.store.recent_window import capacity_for
 
-__all__ = ["Aging", "BytesByAge", "KeptCount", "LayerForecast", "Whole", "of_kept", "slots_of_kept"]
-
-
-class BytesByAge(SegmentBytes):
-    """What a layer's segments take where each may have any of the codecs of its ages.
-
-    Args:
-        codec: as it is on the layer.
-        levels: the same of each of its codecs.
-    """
-
-    def __init__(self, codec: ByAge, levels: list[SegmentBytes]):
-        one = levels[0]
-        super().__init__(codec, one.layers, one.heads, one.sizes, one.dtype)
-        self.levels, self.ages = levels, codec.ages
-
-    @property
-    def kinds(self) -> int:
-        return len(self.levels)
-
-    def row(self, slots: int, start: int | None) -> Bounds:
-        return hull(*(each.row(slots, start) for each in self.levels))
-
-    def page(self, slots: int) -> Bounds:
-        return hull(*(each.page(slots) for each in self.levels))
-
-    @property
-    def moved(self) -> tuple[float, float, float]:
-        each = [level.moved for level in self.levels]
-        return min(m[0] for m in each), max(m[1] for m in each), max(m[2] for m in each)
-
-    @property
-    def per_slot(self) -> tuple[float, float]:
-        each = [level.per_slot for level in self.levels]
-        return min(e[0] for e in each), max(e[1] for e in each)
-
-
-@dataclass
-class Aging:
-    """The segments of one layer under such a codec, as long as nothing was evicted.
-
-    Attributes:
-        segments: of the layer.
-        runs: of each segment its codec's number, its columns, the first of them, and the last.
-    """
-
-    segments: BytesByAge
-    runs: list[tuple[int, int, int | None, int]] = field(default_factory=list)
-
-    def encode(self, count: int, tail: int, seen: int, start: int | None) -> None:
-        """Let the oldest `count` tokens of a tail leave it, whose first column is `start`, and others grow old."""
-        codec = self.segments.codec
-        self.runs = [(self._level(newest, seen), size, first, newest) for _, size, first, newest in self.runs]
-        for size, age in codec.runs(count, tail - count):
-            newest = seen - 1 - age
-            self.runs.append((self._level(newest, seen), size, start, newest))
-            start = None if start is None else start + size
-
-    def bytes(self) -> Bounds:
-        """Bytes of all of them, in one batch row."""
-        found = Bounds(0, 0)
-        for level, size, first, _ in self.runs:
-            found += self.segments.levels[level].row(size, first)
-        return found
-
-    def _level(self, newest: int, seen: int) -> int:
-        return sum(seen - 1 - newest >= age for age in self.segments.ages)
-
-
-def of_kept(segments: BytesByAge, old: Bounds, *, owners: int, recent: int, seen: int) -> Bounds:
-    """Bytes of tokens that an eviction leaves, whose ages only the text tells.
-
-    Args:
-        segments: of the layer.
-        old: how many tokens, over all rows and kv heads.
-        owners: b * h.
-        recent: columns of the tail, which are not among them.
-        seen: tokens seen.
-    """
-    ends = [min(max(age, recent), seen) for age in (*segments.ages, seen)]
-    widths = [end - begin for begin, end in zip([min(recent, seen), *ends[:-1]], ends, strict=True)]
-    each = [(width * owners, level.per_slot) for width, level in zip(widths, segments.levels, strict=True)]
-    low, left = 0.0, old.low
-    for room, (least, _) in sorted(each, key=lambda pair: pair[1][0]):
-        low, left = low + min(left, room) * (least + 4), left - min(left, room)
-    high, left = 0.0, old.high
-    for room, (_, most) in sorted(each, key=lambda pair: -pair[1][1]):
-        high, left = high + min(left, room) * (most + 4), left - min(left, room)
-    page = page_size(old.high / owners, segments.multiple)
-    filler = len(each) * owners * page
-    high += filler * (max(most for _, (_, most) in each) + 4) + 12 * (old.high // 16 + owners * len(each))
-    return Bounds(int(low), max(int(low), int(high)))
-
-
-def slots_of_kept(segments: BytesByAge, old: Bounds, *, owners: int) -> Bounds:
-    """Slots of what `of_kept` tells the bytes of: pages of each age may be partly empty."""
-    page = page_size(old.high / owners, segments.multiple)
-    return Bounds(old.low, old.high + len(segments.levels) * owners * page)
+__all__ = ["KeptCount", "LayerForecast", "Whole"]
 
 
 Whole = Literal["no", "least", "most"]
@@ -149,7 +52,11 @@ class LayerForecast:
         rows, heads: b and h.
         token_bytes: bytes of a key and a value of one kv head in full precision.
         weighted: the plan's merger gives kept tokens weights.
+        may_stay_tail: see the engine's function of this name.
         waiting: tokens of a head that an eviction encodes at once while it decodes (`waiting_tokens`); 0: all of them.
+        block: how many wait in the tail (`count_waiting_in_tail`); 0: none.
+        first: tokens that the plan keeps by their ages alone beside the newest (`count_first_tokens`); None: it does
+            not keep tokens so.
         whole: what is assumed where only the text tells whether all heads happen to keep the same number: they do
             not, or they do and that is the least or the most of what may stay.
         tail, capacity: tokens of the tail, and slots of its buffer, of each row and kv head.
@@ -174,7 +81,10 @@ class LayerForecast:
     heads: int
     token_bytes: int
     weighted: bool
-    waiting: int = 0
+    may_stay_tail: bool
+    waiting: int
+    block: int
+    first: int | None
     whole: Whole = "no"
     tail: int = 0
     capacity: int = 0
@@ -206,11 +116,6 @@ class LayerForecast:
     def held(self) -> Bounds:
         """Tokens held, over all rows and kv heads of one layer."""
         return self.tokens + Bounds.exactly(self.tail * self.owners)
-
-    @property
-    def may_be_whole(self) -> bool:
-        """Whether what an eviction leaves stays a tail where every row and kv head keeps the same number."""
-        return self.codec.exact and self.codec.block == 0 and not self.weighted
 
     @property
     def tail_bytes(self) -> int:
@@ -245,20 +150,19 @@ class LayerForecast:
         elif self.segments.kinds > 1:
             self.encoded = self._grown_old(self.encoded)
 
-    def cut(self, kept: KeptCount, recent: int, first: int | None = None, *, decoded: bool = False) -> None:
+    def cut(self, kept: KeptCount, recent: int, *, decoded: bool) -> None:
         """Let an eviction leave so many tokens, of which the newest `recent` stay a tail (`compute_contents`).
 
         Args:
             kept: the tokens.
             recent: see there.
-            first: see `count_first_tokens` of the engine.
             decoded: what has come last is a decoded token.
         """
-        codec, before = self.codec, self.tail
+        codec, before, first = self.codec, self.tail, self.first
         self.each, self.aging = kept.counts, None
         recent = min(recent, self.tail, self.seen)
         self.scored = self._padded(Bounds(kept.low, kept.high), kept.counts)
-        if self.may_be_whole and (kept.alike or (kept.counts is None and self.whole != "no")):
+        if self.may_stay_tail and (kept.alike or (kept.counts is None and self.whole != "no")):
             # Every row and kv head keeps the same number, which a tail can hold.
             self.tail = (kept.low if self.whole == "least" else kept.high) // self.owners
             in_place = decoded and first is not None and self.anchored and self.tail > first
@@ -270,10 +174,10 @@ class LayerForecast:
             self._hold(NOTHING, NOTHING, NOTHING)
             return
         # Beside a codec what has left no block yet stays in the tail, if every row and head keeps it.
-        by_age = decoded and first is not None and self.waiting > 0 and not codec.ages
-        waits = by_age and 0 < before < self.waiting and kept.low // self.owners - (first or 0) >= before
+        by_age = decoded and self.block > 0
+        waits = by_age and 0 < before < self.block and kept.low // self.owners - (first or 0) >= before
         waits = waits and not self.apart
-        self.apart = self.apart or (by_age and not waits and before < self.waiting)
+        self.apart = self.apart or (by_age and not waits and before < self.block)
         recent = before if waits else recent
         window = recent * self.owners
         old = Bounds(max(0, kept.low - window), max(0, kept.high - window))
@@ -295,13 +199,8 @@ class LayerForecast:
 
     def encode_tail(self, new_tokens: int) -> None:
         """Encode what leaves the tail after a forward (`encode_tail`)."""
-        codec = self.codec
-        if codec.block == 0:
-            return
-        count = self.tail - codec.tail
-        if new_tokens == 1:
-            count = count // codec.block * codec.block
-        if count <= 0:
+        count = count_leaving(self.codec, self.tail, new_tokens)
+        if not count:
             return
         start = None if self.listed else self.seen - self.tail
         more = Bounds.exactly(count * self.owners)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from kvtailor.allocate.contract import BudgetRequest
-from kvtailor.engine.apply import count_first_tokens
 from kvtailor.engine.budget import Budget, CacheShape, make_budget, recent_tokens
+from kvtailor.engine.state import Clock
 from kvtailor.hf.sizes.layer import KeptCount, LayerForecast, Whole
 from kvtailor.hf.sizes.segments import NOTHING, Bounds, hull, summed
 from kvtailor.ops.lanes.apportion import layer_shares
@@ -238,11 +238,11 @@ class Unit:
 
     Attributes:
         layers: 0-based among those that the plan compresses.
-        make: gives it as it is before the first token.
+        make: gives it as it is before the first token; `whole`: see `LayerForecast`.
     """
 
     layers: tuple[int, ...]
-    make: Callable[[Whole], LayerForecast]
+    make: Callable[..., LayerForecast]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,7 +342,7 @@ def _by_cases(
     run = partial(_run, units, evictions, cuts, context, new_tokens)
     plain = run("no")
     cases = [[told(layer)] for layer in plain]
-    if any(layer.may_be_whole and layer.each is None for layer in plain):
+    if any(layer.may_stay_tail and layer.each is None for layer in plain):
         for whole in ("least", "most"):
             for found, layer in zip(cases, run(whole), strict=True):
                 found.append(told(layer))
@@ -370,15 +370,11 @@ def _run(
     whole: Whole,
 ) -> list[LayerForecast]:
     """The units after a prompt that was read at once, and decoded tokens one by one."""
-    now = [unit.make(whole) for unit in units]
-    growth, evict_at = 0, None
-    slack = None if evictions is None else evictions.plan.slack_tokens
-    first = None if evictions is None else count_first_tokens(evictions.plan)
+    now = [unit.make(whole=whole) for unit in units]
+    clock, slack = Clock(), None if evictions is None else evictions.plan.slack_tokens
     for step, tokens in enumerate([context, *[1] * new_tokens]):
-        growth += tokens
-        many = tokens > 1
-        # `Engine._is_due`.
-        due = evictions is not None and (many or (slack is not None and (evict_at is None or growth > evict_at)))
+        clock.growth += tokens
+        many, due = tokens > 1, clock.is_due(slack, tokens)
         for layer in now:
             layer.append(tokens, exactly=evictions is not None and many)
         if due and evictions is not None and cuts is not None:
@@ -388,8 +384,8 @@ def _run(
                 if kept is None:
                     layer.keep_all()
                 else:
-                    layer.cut(kept, recent, first, decoded=not many)
-            growth, evict_at = 0, slack
+                    layer.cut(kept, recent, decoded=not many)
+            clock.settle(slack, seen)
         for layer in now:
             layer.encode_tail(tokens)
     return now
@@ -437,15 +433,15 @@ def _of_sum(
     found = []
     kinds: dict[int, list[Holding]] = {}
     for unit in units:
-        sample = unit.make("no")
+        sample = unit.make(whole="no")
         if id(sample.segments) not in kinds:
             kinds[id(sample.segments)] = [
                 _by_cases([unit], evictions, partial(_given_cut, tokens, exact, alike), context, new_tokens, told)[0]
                 for tokens in grid
             ]
         found.append(id(sample.segments))
-    sizes = [unit.make("no").segments.layers for unit in units]
-    multiple = max(unit.make("no").segments.multiple for unit in units)
+    sizes = [unit.make(whole="no").segments.layers for unit in units]
+    multiple = max(unit.make(whole="no").segments.multiple for unit in units)
     # Between two numbers of the grid bytes grow evenly, but for steps of one group in each row and head, or of a page.
     loose = owners * (1 + multiple) if alike else owners + -(-256 // multiple) * multiple
 
@@ -458,7 +454,7 @@ def _of_sum(
 
     stages, whole = {name: over_all(name) for name in STAGES}, over_all(None)
     if last > context and exact:
-        passed = _simulate_passed([unit.make("no") for unit in units], recent, context, new_tokens)
+        passed = _simulate_passed([unit.make(whole="no") for unit in units], recent, context, new_tokens)
         stages = {name: _widened(each, passed[name]) for name, each in stages.items()}
         whole = _widened(whole, passed["all"])
     since = (context + new_tokens - last) * owners * layers

@@ -20,6 +20,7 @@ from kvtailor.attend.contract import Attention, CarryRequest
 from kvtailor.calibration_file import calibrated
 from kvtailor.encode.by_age import ByAge
 from kvtailor.encode.contract import Codec, CodecContext
+from kvtailor.engine.apply import count_first_tokens, count_waiting_in_tail, may_stay_tail
 from kvtailor.engine.budget import waiting_tokens
 from kvtailor.errors import ArgumentError, PlanError
 from kvtailor.hf.attention import NAME
@@ -29,8 +30,8 @@ from kvtailor.hf.model.cache_dtype import dtype_of_caches
 from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
 from kvtailor.hf.model.config import config_of
 from kvtailor.hf.model.geometry import Geometry, check
-from kvtailor.hf.sizes.layer import BytesByAge, LayerForecast, Whole
-from kvtailor.hf.sizes.segments import NOTHING, Bounds, SegmentBytes, summed
+from kvtailor.hf.sizes.layer import LayerForecast
+from kvtailor.hf.sizes.segments import NOTHING, Bounds, BytesByAge, SegmentBytes, summed
 from kvtailor.hf.sizes.simulate import Evictions, Holding, Unit, simulate
 from kvtailor.ops.notebook_html import Share, Shown, html_block, html_table
 from kvtailor.ops.sizes import byte_text
@@ -519,7 +520,19 @@ def _units(
         key = repr(codec), each, len(group), shape.kv_heads, shape.q_heads, sizes, element_size
         if key not in known:
             known[key] = _segments(codec, len(group), shape, sizes, _DTYPES[element_size])
-        make = partial(_layer, plan, codec, known[key], rows, (shape.key_size + shape.value_size) * element_size)
+        make = partial(
+            LayerForecast,
+            codec=codec,
+            segments=known[key],
+            rows=rows,
+            heads=shape.kv_heads,
+            token_bytes=(shape.key_size + shape.value_size) * element_size,
+            weighted=plan.merge.weighted,
+            may_stay_tail=may_stay_tail(plan, codec),
+            waiting=waiting_tokens(plan, codec),
+            block=count_waiting_in_tail(plan, codec),
+            first=count_first_tokens(plan),
+        )
         units.append(Unit(layers=tuple(group), make=make))
     return units
 
@@ -529,21 +542,6 @@ def _segments(codec: Codec, layers: int, shape: LayerShape, sizes: tuple[int, in
     if isinstance(codec, ByAge):
         return BytesByAge(codec, [_segments(each, layers, shape, sizes, dtype) for each in codec.of])
     return SegmentBytes(codec, layers, shape.kv_heads, sizes, dtype, shape.q_heads // shape.kv_heads)
-
-
-def _layer(
-    plan: Plan, codec: Codec, segments: SegmentBytes, rows: int, token_bytes: int, whole: Whole
-) -> LayerForecast:
-    return LayerForecast(
-        codec=codec,
-        segments=segments,
-        rows=rows,
-        heads=segments.heads,
-        token_bytes=token_bytes,
-        weighted=plan.merge.weighted,
-        waiting=waiting_tokens(plan, codec),
-        whole=whole,
-    )
 
 
 def _stand_in(plan: Plan, geometry: Geometry) -> Mapping[str, Tensor] | None:
