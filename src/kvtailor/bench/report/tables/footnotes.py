@@ -61,9 +61,8 @@ def footnotes(
     surprising = [row.label for row in rows if not row.is_full and beats_full(row)]
     if surprising:
         yield (
-            f"Better than 'full' beyond chance: {', '.join(surprising)}. Compression should not do that: look "
-            "twice at the "
-            "text."
+            f"Better than 'full' beyond chance: {', '.join(surprising)}. Compression should not do that: look twice "
+            "at the text."
         )
     if len([row for row in rows if row.loss is not None]) > 3:
         yield "Each interval is for one plan by itself: the best of several looks a little better than it is."
@@ -82,8 +81,8 @@ def _about_loss(records: Sequence[Record]) -> Iterator[str]:
         )
         if sum(each.samples or 0 for each in scored) < 50:
             yield (
-                "Fewer than 50 windows: enough for a look, too few for a claim. Use kvtailor bench --windows 50, or "
-                "more."
+                "Fewer than 50 windows: enough for a look, too few for a claim. "
+                "Use kvtailor bench --windows 50, or more."
             )
     yield from _which_texts(series_of(records, "perplexity"), texts)
 
@@ -239,10 +238,9 @@ def _about_memory(records: Sequence[Record]) -> Iterator[str]:
     worst, resident, held = max(known, key=lambda each: abs((each[1] or 0) / (each[2] or 1) - 1))
     assert resident is not None and held is not None
     yield (
-        "bytes: unique storages of the whole cache. Checked against fresh processes at "
-        f"{worst.point['context']} tokens: "
-        f"resident memory grew for each cache by what its ledger says, at worst {100 * (resident / held - 1):+.1f} % "
-        f"({worst.label})."
+        f"bytes: unique storages of the whole cache. Checked against fresh processes at {worst.point['context']} "
+        "tokens: resident memory grew for each cache by what its ledger says, at worst "
+        f"{100 * (resident / held - 1):+.1f} % ({worst.label})."
     )
 
 
@@ -279,11 +277,9 @@ def _about_time(records: Sequence[Record]) -> Iterator[str]:
     left_out = sum(int(r.timings["tpot"]["left_out"] or 0) for r in timed)
     yield (
         "TTFT, TPOT: medians over that of 'full' in the same interleaved rounds "
-        f"({min(r.samples or 0 for r in timed)} or more "
-        f"each, {left_out} disturbed samples left out), {full.point['context']} tokens of prompt, "
-        f"{full.point['tokens']} "
-        f"decoded, batch {full.point.get('batch', 1)}, {full.dtypes} on {full.device}, "
-        f"{full.machine.get('threads')} threads."
+        f"({min(r.samples or 0 for r in timed)} or more each, {left_out} disturbed samples left out), "
+        f"{full.point['context']} tokens of prompt, {full.point['tokens']} decoded, batch "
+        f"{full.point.get('batch', 1)}, {full.dtypes} on {full.device}, {full.machine.get('threads')} threads."
     )
     text = f"'full' takes {_ms(full, 'ttft')} to the first token and {_ms(full, 'tpot')} for each further one"
     if full.floor_seconds is not None:

@@ -11,9 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtailor.bench.measure.equivalence import Outcome
 from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
-from kvtailor.bench.report.verdict.verdict import Judged, Judgement, best_of, fell, share_of_bytes
+from kvtailor.bench.report.verdict.verdict import Judged, Judgement, MeasuredScore, best_of, fell, share_of_bytes
 
 __all__ = ["Advice", "advise"]
 
@@ -131,7 +130,7 @@ def _harmful(judged: Sequence[Judged]) -> str:
 
 def _shown(judged: Judged) -> tuple[float, float, float]:
     """The largest losses that are shown to be above the margin: nats, points, share of a score on its own scale."""
-    return _largest([each for each in judged.scores if each[3].above])
+    return _largest([each for each in judged.scores if each.found.above])
 
 
 def _exceeds(judged: Judged, worst: Judged) -> bool:
@@ -140,7 +139,7 @@ def _exceeds(judged: Judged, worst: Judged) -> bool:
     return next((theirs > ours for ours, theirs in zip(told, lost, strict=True) if ours > 0), False)
 
 
-def _largest(scores: Sequence[tuple[Measure, Score, Score, Outcome]]) -> tuple[float, float, float]:
+def _largest(scores: Sequence[MeasuredScore]) -> tuple[float, float, float]:
     found = {NATS: 0.0, POINTS: 0.0, "": 0.0}
     for measure, ours, full, _ in scores:
         if ours.losses is not None:
@@ -161,12 +160,12 @@ def _is_broken(judged: Judged) -> bool:
 
 def _numbers(judged: Judged) -> str:
     """What a plan reached where it is shown to lose, against 'full': of several texts or tasks the worst."""
-    above = [each for each in judged.scores if each[3].above]
-    texts = [each for each in above if each[0].difference_unit == NATS]
+    above = [each for each in judged.scores if each.found.above]
+    texts = [each for each in above if each.measure.difference_unit == NATS]
     if texts:
-        _, ours, full, _ = max(texts, key=lambda each: each[1].value / each[2].value)
+        _, ours, full, _ = max(texts, key=lambda each: each.ours.value / each.full.value)
         return f"perplexity {ours.value:.3g} against {full.value:.3g}"
-    measure, ours, full, _ = max(above, key=lambda each: abs(each[1].value - each[2].value))
+    measure, ours, full, _ = max(above, key=lambda each: abs(each.ours.value - each.full.value))
     if measure.difference_unit == POINTS:
         return _answers(measure, ours, full, several=sum(m.difference_unit == POINTS for m, *_ in judged.scores) > 1)
     return f"{ours.value:.3g} against {full.value:.3g} in {measure.name}"

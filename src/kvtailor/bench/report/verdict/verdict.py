@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtailor.bench.measure.equivalence import ERROR, Margins, Outcome, least_samples, outcome
 from kvtailor.bench.report.rows import OWN, Row
@@ -16,6 +17,7 @@ from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
 __all__ = [
     "Judged",
     "Judgement",
+    "MeasuredScore",
     "beats_full",
     "best_of",
     "beyond_the_model",
@@ -30,18 +32,27 @@ __all__ = [
 POINTS_MAY_DROP = 2.0
 
 
+class MeasuredScore(NamedTuple):
+    """What a plan and 'full' have in a measure, and what the plan's losses show."""
+
+    measure: Measure
+    ours: Score
+    full: Score
+    found: Outcome
+
+
 @dataclass(frozen=True, kw_only=True)
 class Judged:
     """A plan that holds less than 'full'.
 
     Attributes:
         row: the plan.
-        scores: each measure that 'full' has too, the plan's score, that of 'full', and what the losses show.
+        scores: in each measure that 'full' has too.
         complete: whether it was measured in all that 'full' was.
     """
 
     row: Row
-    scores: tuple[tuple[Measure, Score, Score, Outcome], ...]
+    scores: tuple[MeasuredScore, ...]
     complete: bool
 
     @property
@@ -61,7 +72,7 @@ class Judged:
 
     def score_drop(self) -> float:
         """The largest loss beyond chance in scores on scales of their own, as a share of what 'full' has."""
-        found = [each for each in self.scores if each[0].difference_unit not in (NATS, POINTS)]
+        found = [each for each in self.scores if each.measure.difference_unit not in (NATS, POINTS)]
         return max(
             [s.losses.mean / abs(full.value or 1.0) for m, s, full, _ in found if s.losses is not None and fell(m, s)],
             default=0.0,
@@ -86,9 +97,6 @@ def fell(measure: Measure, score: Score) -> bool:
     found = score.difference
     worst = None if found is None else found.low if measure.lower_is_better else found.high
     return worst is not None and (worst > 0 if measure.lower_is_better else worst < 0)
-
-
-MeasuredScore = tuple[Measure, Score, Score, Outcome]
 
 
 def limits(asked: Sequence[Measure], margins: Margins) -> str:
@@ -168,10 +176,10 @@ def loss_words(judged: Judged) -> str:
 
 def how_sure(judged: Judged) -> str:
     """In brackets: what each loss is below, over how many samples."""
-    texts = [each for each in judged.scores if each[0].difference_unit == NATS and each[3].bound is not None]
+    texts = [each for each in judged.scores if each.measure.difference_unit == NATS and each.found.bound is not None]
     parts = []
     if texts:
-        measure, score, _, found = max(texts, key=lambda each: each[3].bound or 0.0)
+        measure, score, _, found = max(texts, key=lambda each: each.found.bound or 0.0)
         assert score.losses is not None and found.bound is not None
         where = f" of {measure.name}, the worst of {len(texts)}" if len(texts) > 1 else ""
         if score.losses.documents is not None:
@@ -202,12 +210,14 @@ def signed(value: float, digits: int) -> str:
 
 def _answers(judged: Judged) -> list[str]:
     """Right answers, and where a score on its own scale fell most: beside answers only if it fell beyond chance."""
-    shares = [each for each in judged.scores if each[0].difference_unit == POINTS]
-    others = [each for each in judged.scores if each[0].difference_unit not in (NATS, POINTS) and each[1].difference]
+    shares = [each for each in judged.scores if each.measure.difference_unit == POINTS]
+    others = [
+        each for each in judged.scores if each.measure.difference_unit not in (NATS, POINTS) and each.ours.difference
+    ]
     worst = max(others, key=lambda each: (fell(*each[:2]), _share_lost(*each[:3])), default=None)
     scores = []
-    if worst is not None and worst[1].difference is not None and (not shares or fell(*worst[:2])):
-        scores = [f"{worst[1].difference.value:+.3g} in {worst[0].name}"]
+    if worst is not None and worst.ours.difference is not None and (not shares or fell(*worst[:2])):
+        scores = [f"{worst.ours.difference.value:+.3g} in {worst.measure.name}"]
     return _right_answers(shares) + scores
 
 
@@ -215,13 +225,13 @@ def _right_answers(shares: Sequence[MeasuredScore]) -> list[str]:
     """In numbers where one kind of them was measured; else where most were lost."""
     if not shares:
         return []
-    if len(shares) == 1 and shares[0][0].task == "needle" and shares[0][0].name.endswith("right"):
+    if len(shares) == 1 and shares[0].measure.task == "needle" and shares[0].measure.name.endswith("right"):
         _, ours, full, _ = shares[0]
         return [
             f"{round(ours.value * ours.samples / 100)} of {ours.samples} answers right "
             f"('full': {round(full.value * full.samples / 100)})"
         ]
-    measure, ours, full, _ = min(shares, key=lambda each: each[1].value - each[2].value)
+    measure, ours, full, _ = min(shares, key=lambda each: each.ours.value - each.full.value)
     change = f"{signed(ours.value - full.value, 1)} points"
     found = ours.difference
     if found is not None and found.low is not None and found.high is not None:
@@ -416,7 +426,7 @@ def _judge_plan(row: Row, full: Row, asked: Sequence[Measure], margins: Margins,
         score, theirs = measure.scores[row.plan_hash], measure.scores[full.plan_hash]
         if score.losses is not None:
             found = outcome(score.losses, _margin(measure, theirs, margins), error)
-            scores.append((measure, score, theirs, found))
+            scores.append(MeasuredScore(measure, score, theirs, found))
     return Judged(row=row, scores=tuple(scores), complete=len(scores) == len(asked))
 
 
