@@ -17,7 +17,7 @@ from matplotlib.transforms import Bbox
 
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.front import pareto
-from kvtailor.bench.report.rows import Row
+from kvtailor.bench.report.table import Row
 from kvtailor.bench.schema import read_records
 
 PICTURE = Path(__file__).parent / "pictures" / "plans.svg"

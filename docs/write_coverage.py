@@ -19,8 +19,11 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from kvtailor.bench.measure.equivalence import Losses, Margins, losses_of  # noqa: E402
 from kvtailor.bench.measure.paired_hits import hit_difference  # noqa: E402
-from kvtailor.bench.report.rows import Row  # noqa: E402
-from kvtailor.bench.report.table import PLAN, Number  # noqa: E402
+from kvtailor.bench.report.table import (  # noqa: E402
+    PLAN,
+    Number,
+    Row,  # noqa: E402
+)
 from kvtailor.bench.report.tables.quality import NATS, Measure, Score  # noqa: E402
 from kvtailor.bench.report.verdict.verdict import headline, judge  # noqa: E402
 

@@ -21,8 +21,8 @@ from statistics import fmean
 
 from kvtailor.bench.measure.statistics import Estimate, wilson
 from kvtailor.bench.report import summarise
-from kvtailor.bench.report.rows import Row
 from kvtailor.bench.report.suite.ranking import Place, RankedScore, Ranking, rank
+from kvtailor.bench.report.table import Row
 from kvtailor.bench.report.tables.quality import difference
 from kvtailor.bench.report.verdict.verdict import judge
 from kvtailor.bench.schema import latest, read_records

@@ -15,8 +15,7 @@ from kvtailor.bench.measure.statistics import Estimate
 from kvtailor.bench.report import Row, Summary, summarise
 from kvtailor.bench.report.machines import hardware_text, versions_text
 from kvtailor.bench.report.points import Series, series_of
-from kvtailor.bench.report.rows import OWN
-from kvtailor.bench.report.table import frame_of
+from kvtailor.bench.report.table import OWN, frame_of
 from kvtailor.bench.report.tables.grid import Cell, Grid
 from kvtailor.bench.report.tables.quality import difference, documents_of
 from kvtailor.bench.schema import Record, latest, read_records

@@ -10,8 +10,7 @@ from typing import Any
 from kvtailor.bench.measure.equivalence import Margins
 from kvtailor.bench.report.machines import machines_of
 from kvtailor.bench.report.points import of_one_model
-from kvtailor.bench.report.rows import Row, rows_of
-from kvtailor.bench.report.table import Number, tidy
+from kvtailor.bench.report.table import Number, Row, rows_of, tidy
 from kvtailor.bench.report.tables.footnotes import footnotes
 from kvtailor.bench.report.tables.grid import Grid
 from kvtailor.bench.report.tables.quality import Measure, measures_of

@@ -18,7 +18,7 @@ from statistics import fmean
 
 from kvtailor.bench.report.page import HeatMap, Maps, Plan, Point, question
 from kvtailor.bench.report.points import Series, base, series_of
-from kvtailor.bench.report.rows import Row
+from kvtailor.bench.report.table import Row
 from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure
 from kvtailor.bench.report.words import byte_unit, milliseconds, significant
 from kvtailor.bench.schema import Record

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvtailor.bench.report.rows import Row
+from kvtailor.bench.report.table import Row
 
 __all__ = ["front_of", "pareto"]
 

@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 
 from kvtailor.bench.report import Summary
-from kvtailor.bench.report.rows import OWN
+from kvtailor.bench.report.table import OWN
 from kvtailor.errors import KvtailorError
 from kvtailor.ops.files import write_whole
 

@@ -33,8 +33,8 @@ from kvtailor.bench.report.page import (
     numbered,
     render,
 )
-from kvtailor.bench.report.rows import OWN, Row
 from kvtailor.bench.report.suite.tables import SuitePages
+from kvtailor.bench.report.table import OWN, Row
 from kvtailor.bench.report.tables.grid import Grid
 
 __all__ = ["run_page"]

@@ -14,8 +14,8 @@ from rich.text import Text
 from kvtailor.bench.measure.equivalence import Margins
 from kvtailor.bench.report import Summary
 from kvtailor.bench.report.machines import hardware_text, versions_text
-from kvtailor.bench.report.rows import OWN, Row
 from kvtailor.bench.report.suite.tables import SuitePages
+from kvtailor.bench.report.table import OWN, Row
 from kvtailor.bench.report.tables.grid import Cell, Grid
 from kvtailor.bench.report.tables.tables import brief_grid
 

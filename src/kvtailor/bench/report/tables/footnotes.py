@@ -9,7 +9,7 @@ from kvtailor.bench import checks
 from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.measure.statistics import FEWEST
 from kvtailor.bench.report.points import Series, base, named, series_of, texts_together
-from kvtailor.bench.report.rows import OWN, Row, asked_of_both
+from kvtailor.bench.report.table import OWN, Row, asked_of_both
 from kvtailor.bench.report.tables.quality import Measure, documents_over, official_is_mean
 from kvtailor.bench.report.verdict.verdict import beats_full, beyond_the_model
 from kvtailor.bench.schema import Record

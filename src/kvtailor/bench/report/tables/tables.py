@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.report.points import series_of
-from kvtailor.bench.report.rows import OWN, Row
-from kvtailor.bench.report.table import Number, numbers_of
+from kvtailor.bench.report.table import OWN, Number, Row, numbers_of
 from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid, word
 from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
 from kvtailor.bench.report.words import flop_text, milliseconds, significant

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtailor.bench.measure.equivalence import ERROR, Margins, Outcome, least_samples, outcome
-from kvtailor.bench.report.rows import OWN, Row
+from kvtailor.bench.report.table import OWN, Row
 from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
 
 __all__ = [
