@@ -386,7 +386,7 @@ MUTATIONS = (
         "(share * count.float() + 0.5).floor()",
         "(share * count.float() + 0.5).ceil()",
         "one value too many is kept exact",
-        ("encode/test_nuq.py",),
+        ("encode/test_nuq.py", "ops/cpu/test_quantise.py"),
     ),
     Mutation(
         "encode/kivi.py",

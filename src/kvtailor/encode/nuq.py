@@ -25,8 +25,9 @@ from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
 from kvtailor.encode.settings import ByGroups, InBits
-from kvtailor.ops.codes.nonuniform import ChannelLevels, LevelCodes, TokenLevels, aside, coded_by_levels, index_bytes
+from kvtailor.ops.codes.nonuniform import ChannelLevels, LevelCodes, TokenLevels, aside, index_bytes
 from kvtailor.ops.codes.quant import packed_size
+from kvtailor.ops.dispatch import quantiser
 from kvtailor.ops.segments.coded import PairSegment, Whole
 from kvtailor.types import Layout
 
@@ -120,7 +121,8 @@ class Nuq(ByGroups, InBits, TwoSided, Codec):
             whole = whole & filled
         dense = ~whole if filled is None else filled & ~whole
         dense, whole = (each.expand(states.shape[:2]) for each in (dense, whole))
-        return coded_by_levels(states, bits, self.group, self.outliers, by_channel=by_channel, dense=dense, whole=whole)
+        coded = quantiser(states).levels
+        return coded(states, bits, self.group, self.outliers, by_channel=by_channel, dense=dense, whole=whole)
 
     def _first_tokens(self, layout: Layout, first: Tensor | None, device: torch.device) -> Tensor:
         """(m, s) or (1, s) bool."""

@@ -27,6 +27,7 @@ from kvtailor.ops.attention.cpu.attention import attend_and_keep, attend_coded, 
 from kvtailor.ops.attention.cpu.attention import merge as merge_on_cpu
 from kvtailor.ops.attention.cpu.sides import map_queries, map_sums, unsuited, unsuited_coordinates, unsuited_turned
 from kvtailor.ops.codes import quantise_cpu
+from kvtailor.ops.codes.nonuniform import LevelCodes, coded_by_levels
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import Library, library
 from kvtailor.ops.segments.attention_inputs import Turned
@@ -78,16 +79,23 @@ class Quantiser:
         tokens: of states, bits and group, as `TokenCodes.of`.
         symmetric: of states and bits, as `TokenCodes.symmetric`.
         channels: of states, bits and group, as `ChannelCodes.of`.
+        levels: as `coded_by_levels`.
     """
 
     tokens: Callable[[Tensor, int, int], TokenCodes]
     symmetric: Callable[[Tensor, int], TokenCodes]
     channels: Callable[[Tensor, int, int], ChannelCodes]
+    levels: Callable[..., LevelCodes]
 
 
-_PLAIN = Quantiser(tokens=TokenCodes.of, symmetric=TokenCodes.symmetric, channels=ChannelCodes.of)
+_PLAIN = Quantiser(
+    tokens=TokenCodes.of, symmetric=TokenCodes.symmetric, channels=ChannelCodes.of, levels=coded_by_levels
+)
 _ON_CPU = Quantiser(
-    tokens=quantise_cpu.token_codes, symmetric=quantise_cpu.symmetric_codes, channels=quantise_cpu.channel_codes
+    tokens=quantise_cpu.token_codes,
+    symmetric=quantise_cpu.symmetric_codes,
+    channels=quantise_cpu.channel_codes,
+    levels=quantise_cpu.level_codes,
 )
 
 
@@ -330,4 +338,4 @@ def _packed_by_triton() -> Quantiser:
         made = on_gpu.channel_codes if on_gpu.why_not_packed(states, bits) is None else ChannelCodes.of
         return made(states, bits, group)
 
-    return Quantiser(tokens=tokens, symmetric=symmetric, channels=channels)
+    return Quantiser(tokens=tokens, symmetric=symmetric, channels=channels, levels=coded_by_levels)

@@ -50,8 +50,10 @@ LAYOUTS: dict[str, Callable[[Tensor], Coded]] = {
     "mxfp4": partial(MxCodes.of, element="e2m1", block=32),
     "mxfp8": partial(MxCodes.of, element="e4m3", block=32),
     "mxfp8_e5m2": partial(MxCodes.of, element="e5m2", block=32),
+    "fitted2": partial(coded_by_levels, bits=2, group=32, share=0.02, by_channel=False),
     "fitted3": partial(coded_by_levels, bits=3, group=32, share=0.05, by_channel=True),
     "fitted4": partial(coded_by_levels, bits=4, group=32, share=0.02, by_channel=False),
+    "fitted4x20": partial(coded_by_levels, bits=4, group=20, share=0.3, by_channel=True),
     "fitted5": partial(coded_by_levels, bits=5, group=7, share=0.0, by_channel=True),
     "channels4x5": partial(ChannelCodes.of, bits=4, group=5),
 }

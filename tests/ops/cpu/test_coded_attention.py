@@ -169,6 +169,22 @@ def test_moved_tokens_use_the_scales_they_were_coded_with(library: Library) -> N
 
 @every_variant
 @pytest.mark.parametrize("size", [128, 64, 80])
+@pytest.mark.parametrize("layout", ["fitted2", "fitted3", "fitted4x20"])
+def test_moved_levels_are_those_of_their_run(library: Library, layout: str, size: int) -> None:
+    """Neighbours of one run stand between tokens of others."""
+    state = torch.Generator().manual_seed(6)
+    loud = torch.logspace(-2, 2, 100)[:, None]
+    keys, values = (LAYOUTS[layout](states * loud) for states in states_of(7, torch.float32, 3, 100, size))
+    lane, slot = torch.randint(0, 3, (2, 25), generator=state), torch.randint(0, 98, (2, 25), generator=state)
+    lane, slot = lane.repeat_interleave(2, 1), (slot[..., None] + torch.arange(2)).flatten(1)
+    keys, values = keys.regather(lane, slot), values.regather(lane, slot)
+    query = torch.randn((2, 4, 1, size), generator=state) / 20
+    found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library)
+    assert same(found, truth(query, keys, values), 2e-5)
+
+
+@every_variant
+@pytest.mark.parametrize("size", [128, 64, 80])
 def test_moved_floats_use_the_scale_of_their_run(library: Library, size: int) -> None:
     state = torch.Generator().manual_seed(6)
     loud = torch.logspace(-2, 2, 100)[:, None]

@@ -10,12 +10,14 @@ from tests.ops.cpu.coded_layouts import every_dtype, every_variant, needs_built
 from torch import Tensor
 
 from kvtailor.ops.codes import quantise_cpu as quantise
+from kvtailor.ops.codes.nonuniform import LevelCodes, coded_by_levels
 from kvtailor.ops.codes.quant import unpack
-from kvtailor.ops.codes.quantise_cpu import channel_codes, symmetric_codes, token_codes, unsuited_states
+from kvtailor.ops.codes.quantise_cpu import channel_codes, level_codes, symmetric_codes, token_codes, unsuited_states
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import Library
 
 pytestmark = needs_built
+Codes = TokenCodes | ChannelCodes | LevelCodes
 # (m, s, c): 63 tokens, odd heads, sizes that no vector divides, one token, none.
 SIZES = [(2, 63, 128), (3, 70, 24), (1, 1, 80), (5, 33, 5), (2, 0, 16), (0, 7, 16), (1, 130, 1)]
 
@@ -40,7 +42,7 @@ def states_of(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
     return made.to(dtype)
 
 
-def assert_same(found: TokenCodes | ChannelCodes, wanted: TokenCodes | ChannelCodes) -> None:
+def assert_same(found: Codes, wanted: Codes) -> None:
     assert found.numbers() == wanted.numbers()
     assert found.tensors().keys() == wanted.tensors().keys()
     for name, tensor in wanted.tensors().items():
@@ -67,6 +69,37 @@ def test_every_size(library: Library, dtype: torch.dtype, bits: int) -> None:
     for seed, shape in enumerate(SIZES):
         for group in (8, 32):
             check(library, states_of(seed, dtype, *shape), bits, group)
+
+
+@every_variant
+@every_dtype
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("by_channel", [True, False], ids=["by channel", "by token"])
+def test_levels_of_every_size(library: Library, dtype: torch.dtype, bits: int, by_channel: bool) -> None:
+    """With no number, one, and many kept aside, with levels that are given, with tokens to which none is fitted."""
+    state = torch.Generator().manual_seed(bits)
+    given = torch.rand(2**bits, generator=state).sort().values
+    for seed, shape in enumerate(each for each in SIZES if min(each)):
+        states = states_of(seed, dtype, *shape)
+        dense, whole = (torch.rand(shape[:2], generator=state) < share for share in (0.8, 0.1))
+        for group, share, rest in (
+            (32, 0.0, {}),
+            (64, 0.01, {"dense": dense, "whole": whole}),
+            (8, 0.3, {"dense": dense.T.contiguous().T, "levels": given}),
+        ):
+            asked = (states, bits, group, share)
+            found = level_codes(*asked, by_channel=by_channel, using=library, **rest)
+            assert_same(found, coded_by_levels(*asked, by_channel=by_channel, **rest))
+
+
+@every_variant
+@pytest.mark.parametrize("by_channel", [True, False], ids=["by channel", "by token"])
+def test_levels_of_any_strides_and_threads(library: Library, threads: int, by_channel: bool) -> None:
+    whole = states_of(9, torch.bfloat16, 2, 3 * 700, 48)
+    by_token = whole.view(2, 700, 3, 48).transpose(1, 2).flatten(0, 1)
+    for states in (whole[:, 5:680], whole[..., 8:40], whole[..., ::2], by_token, whole[:, :1].expand(2, 40, 48)):
+        found = level_codes(states, 3, 64, 0.02, by_channel=by_channel, using=library)
+        assert_same(found, coded_by_levels(states, 3, 64, 0.02, by_channel=by_channel))
 
 
 @every_variant

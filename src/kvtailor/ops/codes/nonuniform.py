@@ -20,7 +20,7 @@ from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.code_layout import Aside, CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import TimeGrouped
 
-__all__ = ["ChannelLevels", "LevelCodes", "TokenLevels", "aside", "coded_by_levels", "fit_levels", "index_bytes"]
+__all__ = ["ChannelLevels", "LevelCodes", "TokenLevels", "aside", "coded_by_levels", "fit_levels", "index_bytes", "largest"]
 
 _POINTS = 257
 _TINY = 1e-6
@@ -55,6 +55,39 @@ class LevelCodes(TimeGrouped):
     channels: Tensor
     exact: Tensor
     dtypes = {**TimeGrouped.dtypes, **dict.fromkeys(("counts", "channels"), (torch.uint8, torch.int16))}
+
+    @classmethod
+    def of(
+        cls,
+        states: Tensor,
+        bits: int,
+        group: int,
+        *,
+        codes: Tensor,
+        low: Tensor,
+        reach: Tensor,
+        levels: Tensor,
+        far: Tensor,
+        whole: Tensor | None,
+    ) -> Self:
+        """Return codes of states (m, s, c) with the numbers kept aside: `far` (m, s, c) and all of `whole` (m, s)."""
+        if whole is not None:
+            far |= whole[..., None]
+        size = states.shape[-1]
+        narrow = torch.uint8 if index_bytes(size) == 1 else torch.int16
+        at = torch.nonzero(far).unbind(1)
+        return cls(
+            group=group,
+            bits=bits,
+            size=size,
+            codes=codes,
+            low=low,
+            reach=reach,
+            levels=levels,
+            counts=far.sum(-1).to(narrow),
+            channels=at[2].to(narrow),
+            exact=states[at],
+        )
 
     def rows(self, lanes: Tensor) -> Self:
         slots = torch.arange(self.counts.shape[1], device=lanes.device)
@@ -221,13 +254,8 @@ def coded_by_levels(
         ]
         rows.append([torch.cat(each, 1) for each in zip(*runs, strict=True)])
     codes, low, reach, fitted, far = (torch.cat(each) for each in zip(*rows, strict=True))
-    if whole is not None:
-        far |= whole[..., None]
-    narrow = torch.uint8 if index_bytes(size) == 1 else torch.int16
-    made = {"codes": codes, "low": low, "reach": reach, "levels": fitted, "counts": far.sum(-1).to(narrow)}
-    at = torch.nonzero(far).unbind(1)
-    kept = {"channels": at[2].to(narrow), "exact": states[at]}
-    return (ChannelLevels if by_channel else TokenLevels)(group=group, bits=bits, size=size, **made, **kept)
+    made = ChannelLevels if by_channel else TokenLevels
+    return made.of(states, bits, group, codes=codes, low=low, reach=reach, levels=fitted, far=far, whole=whole)
 
 
 def _coded(
@@ -243,7 +271,7 @@ def _coded(
     high = x.masked_fill(~used, -torch.inf).amax(dim, keepdim=True)
     empty = low > high
     low = low.masked_fill(empty, 0).to(states.dtype)
-    reach = (high.masked_fill(empty, 0) - low.float()).clamp(max=_largest(states.dtype)).to(states.dtype)
+    reach = (high.masked_fill(empty, 0) - low.float()).clamp(max=largest(states.dtype)).to(states.dtype)
     reach = torch.where(reach > 0, reach, torch.ones_like(reach))
     z = ((x - low.float()) / reach.float()).clamp_(0, 1).flatten(2)
     if levels is None:
@@ -257,15 +285,21 @@ def _coded(
 
 
 def _farthest(x: Tensor, used: Tensor, share: float, dim: int) -> Tensor:
-    """bool of x's shape: the numbers of each vector along `dim` that lie farthest from the mean of the used ones."""
+    """bool of x's shape: the numbers of each vector along `dim` that lie farthest from the mean of the used ones.
+
+    Of equal distances the earlier one. The mean is summed in float64, which holds it exactly in whatever order.
+    """
     most = aside(share, x.shape[dim])
     far = torch.zeros_like(used, dtype=torch.bool)
     if not most:
         return far
     count = used.sum(dim, keepdim=True)
-    mean = (x * used).sum(dim, keepdim=True) / count.clamp(min=1)
+    mean = ((x * used).sum(dim, keepdim=True, dtype=torch.float64) / count.clamp(min=1)).float()
     distance = (x - mean).abs_().masked_fill_(~used, -1)
-    index = distance.topk(most, dim).indices
+    if most == 1:
+        index = distance.max(dim, keepdim=True).indices
+    else:
+        index = distance.sort(stable=True, dim=dim, descending=True).indices.narrow(dim, 0, most)
     wanted = (share * count.float() + 0.5).floor().to(torch.int64)
     shape = [1] * x.ndim
     shape[dim] = most
@@ -296,11 +330,12 @@ def fit_levels(z: Tensor, used: Tensor, bits: int) -> Tensor:
     weight = weight.view(runs, _POINTS)
     # (2, runs, points): weights, and their moments.
     both = torch.stack([weight, weight * torch.linspace(0, 1, _POINTS, dtype=torch.float64, device=z.device)])
-    total = both.sum(-1, keepdim=True)
+    summed = both.cumsum(-1)
+    total = summed[..., -1:]
     # A point's weight lies half on each side of it.
-    below = both.cumsum(-1) - both / 2
+    below = summed - both / 2
     slope, nothing = below.diff(dim=-1), torch.zeros_like(total)
-    levels = torch.linspace(0, 1, 2**bits, dtype=torch.float64, device=z.device).repeat(runs, 1)
+    levels = (torch.arange(2**bits, dtype=torch.float64, device=z.device) / (2**bits - 1)).repeat(runs, 1)
     for _ in range(_ROUNDS):
         # (runs, levels - 1): the borders between the levels, as points.
         border = (levels[:, 1:] + levels[:, :-1]) / 2 * (_POINTS - 1)
@@ -320,7 +355,8 @@ def _summed_by_point(point: Tensor, weight: Tensor, points: int) -> Tensor:
     return weight.new_zeros(points).index_add_(0, point, weight)
 
 
-def _largest(dtype: torch.dtype) -> float:
+def largest(dtype: torch.dtype) -> float:
+    """Return the largest number of a dtype that float32 has, too."""
     return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 

@@ -1,18 +1,21 @@
-"""Codes of states in C++: the bytes, steps and minima of `ops.codes.sides`, in one pass over the states."""
+"""Codes of states in C++: the bytes and tables of `ops.codes.sides` and `ops.codes.nonuniform`, in one pass over them."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
+from kvtailor.ops.codes.nonuniform import ChannelLevels, LevelCodes, TokenLevels, largest
 from kvtailor.ops.codes.quant import largest_step, packed_size
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
-from kvtailor.ops.cpu.library import DTYPES, Coding, Library, library
+from kvtailor.ops.cpu.library import DTYPES, Coding, Fitting, Library, library
 
-__all__ = ["channel_codes", "symmetric_codes", "token_codes", "unsuited_states"]
+__all__ = ["channel_codes", "level_codes", "symmetric_codes", "token_codes", "unsuited_states"]
 
 # Below so many states a barrier costs more than a second thread brings.
 _SMALL = 1 << 17
@@ -53,6 +56,71 @@ def channel_codes(states: Tensor, bits: int, group: int, using: Library | None =
     return ChannelCodes(group=group, bits=bits, size=states.shape[-1], codes=codes, step=step, low=low)
 
 
+def level_codes(
+    states: Tensor,
+    bits: int,
+    group: int,
+    share: float,
+    *,
+    by_channel: bool,
+    dense: Tensor | None = None,
+    whole: Tensor | None = None,
+    levels: Tensor | None = None,
+    using: Library | None = None,
+) -> LevelCodes:
+    """`coded_by_levels`; see `token_codes`."""
+    used = using or library()
+    assert used is not None, "asked for a kernel that was not built"
+    lanes, slots, size = states.shape
+    read = states if states.stride(-1) == 1 else states.contiguous()
+    runs = -(-slots // group)
+    codes = huge_pages.empty((lanes, slots, packed_size(size, bits)), torch.uint8)
+    low = huge_pages.new_empty(states, (lanes, runs, size) if by_channel else (lanes, slots, 1))
+    reach, fitted = huge_pages.new_empty(low, low.shape), huge_pages.new_empty(states, (lanes, runs, 2**bits))
+    far = torch.empty((lanes, slots, size), dtype=torch.bool)
+    counted = None if dense is None else dense.contiguous()
+    given = None if levels is None else levels.to(torch.float32).contiguous()
+    lane, slot, _ = read.stride()
+    call = Fitting(
+        states=read.data_ptr(),
+        dense=None if counted is None else counted.data_ptr(),
+        given=None if given is None else given.data_ptr(),
+        codes=codes.data_ptr(),
+        low=low.data_ptr(),
+        reach=reach.data_ptr(),
+        levels=fitted.data_ptr(),
+        far=far.data_ptr(),
+        lane_bytes=lane * read.element_size(),
+        slot_bytes=slot * read.element_size(),
+        kind=DTYPES[read.dtype],
+        lanes=lanes,
+        slots=slots,
+        size=size,
+        bits=bits,
+        group=group,
+        by_token=not by_channel,
+        share=share,
+        largest=largest(read.dtype),
+    )
+    scratch = _threads(call, used, states.numel(), used.functions.kvtailor_fitting_scratch)
+    if used.functions.kvtailor_fit(ctypes.byref(call)):
+        raise RuntimeError("torch_parallel_for refused to run kvtailor's quantiser")
+    del scratch
+    made = ChannelLevels if by_channel else TokenLevels
+    return made.of(states, bits, group, codes=codes, low=low, reach=reach, levels=fitted, far=far, whole=whole)
+
+
+def _threads(call: Coding | Fitting, used: Library, numbers: int, room: Callable[[Any], int]) -> Tensor:
+    """Give a call its threads, and scratch, which is to live as long as the call."""
+    call.threads = 1
+    if used.parallel_for is not None and numbers > _SMALL:
+        call.threads = torch.get_num_threads()
+        call.parallel_for = used.parallel_for
+    scratch = torch.empty(room(ctypes.byref(call)), dtype=torch.float32)
+    call.scratch = scratch.data_ptr()
+    return scratch
+
+
 def _tables(states: Tensor, rows: int, group: int) -> Tensor:
     return huge_pages.new_empty(states, (states.shape[0], rows, states.shape[2] // group))
 
@@ -80,16 +148,11 @@ def _codes(
         bits=bits,
         group=group,
         by_run=by_run,
-        threads=1,
     )
     if low is None:
         call.limit = largest_step(read.dtype, 2 ** (bits - 1) - 1)
-    if used.parallel_for is not None and states.numel() > _SMALL:
-        call.threads = torch.get_num_threads()
-        call.parallel_for = used.parallel_for
-    at = ctypes.byref(call)
-    scratch = torch.empty(used.functions.kvtailor_coding_scratch(at), dtype=torch.float32)
-    call.scratch = scratch.data_ptr()
-    if used.functions.kvtailor_code(at):
+    scratch = _threads(call, used, states.numel(), used.functions.kvtailor_coding_scratch)
+    if used.functions.kvtailor_code(ctypes.byref(call)):
         raise RuntimeError("torch_parallel_for refused to run kvtailor's quantiser")
+    del scratch
     return codes

@@ -4,6 +4,7 @@
 // running softmax, weighted sums. What each piece found (its highest logit, its sum, its outputs) is merged by owner in
 // the end. Sums are float32.
 #include "codes.h"
+#include "fitted.h"
 #include "magnitudes.h"
 #include "nibbles.h"
 #include "numbers.h"
@@ -50,6 +51,7 @@ struct Call {
 namespace {
 
 constexpr int64_t TILE = 16;  // tokens that are decoded at once
+constexpr int64_t OF_DECODING = FITTED_ROWS > 3 ? FITTED_ROWS : 3;  // rows of a tile that decoding takes beside it
 
 int64_t padded(int64_t size) { return (size + 2 * W - 1) / (2 * W) * (2 * W); }
 
@@ -216,7 +218,7 @@ struct Tables {
     const int64_t shorts = coarse_map ? TILE * (padded_to_chunks(keys.size) / 2 + 1) : 0;
     const int64_t turned = BLOCK * angles + TILE * wide_turned + shorts;
     return of_nibbles(nibble_keys, keys) + of_nibbles(nibble_values, values) + (cut_keys ? call.rows * OF_CUT : 0) +
-           lines(queries + logits + (TILE + 3) * widest() + of_keys + of_values + W + turned);
+           lines(queries + logits + (TILE + OF_DECODING) * widest() + of_keys + of_values + W + turned);
   }
 
   SMALL_CODE void fill() const {
@@ -302,7 +304,7 @@ struct Piece {
     query = cut + (tables.cut_keys ? rows * OF_CUT : 0);
     folded = query + rows * tables.all_keys, sums_at = folded + rows * tables.wide_keys;
     logits_at = sums_at + padded(rows), hidden = logits_at + rows * BLOCK, tile = hidden + call.queries * BLOCK;
-    scales = tile + TILE * tables.widest(), key_scales = scales + 3 * tables.widest();
+    scales = tile + TILE * tables.widest(), key_scales = scales + OF_DECODING * tables.widest();
     value_scales = key_scales + 4 * tables.wide_keys + (1 + groups_of(tables.keys)) * BLOCK + W;
     angles = value_scales + 2 * (BLOCK * groups_of(tables.values) + W), turned = angles + BLOCK * tables.angles;
     of_whole = scratch + tables.before_magnitudes(), whole_sums = of_whole + rows * BLOCK;
@@ -378,6 +380,11 @@ struct Piece {
     times_scales(value_scales, count);
   }
 
+  void fill_tile(const Side& side, int64_t first, int64_t count, int64_t wide) const {
+    const auto as = side.kind == FITTED_LEVELS ? decode_fitted : decode;
+    as(side, data(side, first), lane, call.slots, first, count, wide, tile, scales);
+  }
+
   // Tokens of the tile in the channels of a head, of whose lane it is the first or not.
   void map_keys(const float* matrix, bool first, int64_t count) const {
     const int64_t stored = tables.keys.size, wide = tables.wide_turned;
@@ -399,7 +406,7 @@ struct Piece {
     const float* matrices = tables.prepared + tables.angles;
     for (int64_t i = 0; i < count; i += TILE) {
       const int64_t part = count - i < TILE ? count - i : TILE;
-      decode(keys, data(keys, first + i), lane, call.slots, first + i, part, stored, tile, scales);
+      fill_tile(keys, first + i, part, stored);
       for (int64_t head = 0; head < turn.joined; head++) {
         float* own = tile;
         int64_t stride = stored;
@@ -490,7 +497,7 @@ struct Piece {
     }
     for (int64_t i = 0; i < count; i += TILE) {
       const int64_t part = count - i < TILE ? count - i : TILE;
-      decode(side, data(side, first + i), lane, call.slots, first + i, part, wide, tile, scales);
+      fill_tile(side, first + i, part, wide);
       each(F32(), (const char*)tile, wide * 4, i, part);
     }
   }

@@ -4,7 +4,7 @@
 #include "vectors.h"
 
 // Raised, here and in library.py, with each change of a structure that Python fills, or of what a function takes or means.
-constexpr int32_t ABI = 1;
+constexpr int32_t ABI = 2;
 
 enum Kind {
   FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5, BLOCK_LEVELS = 6,
@@ -42,16 +42,6 @@ struct Signs {
   const uint8_t* signs;  // (m, s, bytes) codes of one bit: 1 is positive
   const void* rest;      // (m, s), of the type `scales`
   int64_t lane_bytes, slot_bytes;
-};
-
-// What `low` of FITTED_LEVELS points to: levels that were fitted to runs of tokens, each number times `step`, plus `low`,
-// and numbers that were kept aside. Counts and channels are bytes, or of 16 bits where there are more than 255 channels.
-struct Fitted {
-  const void *low, *levels;      // as step; (rows of the tables, 2^bits)
-  const void *counts, *channels; // (m, s) numbers of a token that were kept aside; (n) of which channel each is
-  const void* exact;             // (n), of the type `scales`
-  int32_t* marks;                // scratch: how many there are before every 16th slot
-  int64_t by_token;              // step and low are those of a token, not of the channels of a run
 };
 
 static inline int64_t halves_of(const Side& side) { return side.kind == SIGNED_LEVELS ? 2 : 1; }
@@ -257,74 +247,11 @@ static inline void by_point(const Side& side, const uint8_t* codes, float scale,
   if (i < pairs) to[2 * i] = load<Two>(points + codes[i])[0] * scale;
 }
 
-// Every how many slots a mark says how many numbers were kept aside before.
-constexpr int64_t MARKED = 16;
-
-static inline int64_t whole_at(const Side& side, const void* table, int64_t i) {
-  return side.size > 255 ? (int64_t)((const int16_t*)table)[i] : (int64_t)((const uint8_t*)table)[i];
-}
-
-// Writes the marks of a side, those of `slots` slots of all lanes together.
-[[maybe_unused]] static SMALL_CODE void mark(const Side& side, int64_t slots, int32_t* marks) {
-  Fitted& fitted = *(Fitted*)side.low;
-  fitted.marks = marks;
-  int64_t before = 0;
-  for (int64_t i = 0; i < slots; i++) {
-    if (i % MARKED == 0) marks[i / MARKED] = (int32_t)before;
-    before += whole_at(side, fitted.counts, i);
-  }
-}
-
-// As `decode`, of FITTED_LEVELS.
-[[maybe_unused]] static APART PLAIN_LOOPS void decode_fitted(const Side& side, const char* from, int64_t lane,
-                                                             int64_t slots, int64_t first, int64_t count,
-                                                             int64_t padded, float* to, float* scratch) {
-  const Fitted& fitted = *(const Fitted*)side.low;
-  uint8_t* codes = (uint8_t*)(scratch + 2 * padded);
-  const int64_t each = side.scales == FLOAT32 ? 4 : 2, many = (int64_t)1 << side.bits;
-  float *step = scratch, *low = scratch + padded, levels[256];
-  int64_t place = lane * slots + first, next = place / MARKED * MARKED, at = fitted.marks[place / MARKED], until = 0;
-  // The same numbers for all channels of a token.
-  const int64_t every = fitted.by_token ? 0 : -1;
-  F few{}, more{};
-  for (; next < place; next++) at += whole_at(side, fitted.counts, next);
-  for (int64_t i = 0; i < count; i++, place++, from += side.slot_bytes, to += padded) {
-    if (i == until) {
-      const int64_t run = (first + i) / side.group, row = side.row ? side.row[place] : lane * side.runs + run;
-      until = side.row ? i + 1 : (run + 1) * side.group - first;
-      widen(side.scales, (const char*)fitted.levels + row * many * each, many, levels);
-      // Registers pick by the low bits of codes alone.
-      for (int64_t j = many; j < 2 * W; j++) levels[j] = levels[j - many];
-      few = load<F>(levels), more = load<F>(levels + W);
-      if (!fitted.by_token) {
-        widen(side.scales, (const char*)side.step + row * side.size * each, side.size, step);
-        widen(side.scales, (const char*)fitted.low + row * side.size * each, side.size, low);
-      }
-    }
-    if (fitted.by_token) store(step, all(scale_at(side, side.step, place))), store(low, all(scale_at(side, fitted.low, place)));
-    for (int64_t c = side.size; c < padded; c++) to[c] = 0;
-    const uint8_t* mine = (const uint8_t*)from;
-    if (side.bits != 8) unpack(mine, side.bits, side.size, codes), mine = codes;
-    int64_t c = 0;
-    if (many <= 2 * W)
-      for (; c + W <= side.size; c += W) {
-        const I code = ints_of(mine + c);
-        F level = picked(few, code);
-        if (many > W) level = code < W ? level : picked(more, code - W);
-        store(to + c, level * load<F>(step + (c & every)) + load<F>(low + (c & every)));
-      }
-    for (; c < side.size; c++) to[c] = levels[mine[c]] * step[c & every] + low[c & every];
-    for (int64_t aside = whole_at(side, fitted.counts, place); aside > 0; aside--, at++)
-      to[whole_at(side, fitted.channels, at)] = scale_at(side, fitted.exact, at);
-  }
-}
-
 // Tokens first..first + count of a lane, which lie at `from`, as floats, a token every `padded` floats, zeros behind its
-// channels; those of a grid in the order of its points. `scratch`: 2 * padded floats and padded bytes.
+// channels; those of a grid in the order of its points. Not of FITTED_LEVELS. `scratch`: 2 * padded floats and padded bytes.
 [[maybe_unused]] static APART PLAIN_LOOPS void decode(const Side& side, const char* from, int64_t lane, int64_t slots,
                                                       int64_t first, int64_t count, int64_t padded, float* to,
                                                       float* scratch) {
-  if (side.kind == FITTED_LEVELS) return decode_fitted(side, from, lane, slots, first, count, padded, to, scratch);
   uint8_t* codes = (uint8_t*)(scratch + 2 * padded);
   int64_t known = -1;
   for (int64_t i = 0; i < count; i++, from += side.slot_bytes, to += padded) {

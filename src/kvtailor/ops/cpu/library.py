@@ -28,6 +28,7 @@ __all__ = [
     "Choice",
     "Coding",
     "Ends",
+    "Fitting",
     "Library",
     "Pages",
     "Magnitudes",
@@ -50,7 +51,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 VARIANTS = ("avx512vnni", "avx512", "avx2", "dotprod", "portable")
 _FOLDER = Path(__file__).parent
 # `ABI` of layouts.h. Both are raised with each change of a structure below, or of what a function takes or means.
-ABI = 1
+ABI = 2
 # Functions that give a number of floats.
 _COUNTS = (
     "kvtailor_scratch",
@@ -58,6 +59,7 @@ _COUNTS = (
     "kvtailor_found_of_any",
     "kvtailor_kept",
     "kvtailor_coding_scratch",
+    "kvtailor_fitting_scratch",
     "kvtailor_choice_scratch",
     "kvtailor_pages_scratch",
 )
@@ -215,6 +217,18 @@ class Coding(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("lane_bytes", "slot_bytes", "kind")),
         *((name, ctypes.c_int64) for name in ("lanes", "slots", "size", "bits", "group", "by_run", "threads")),
         ("limit", ctypes.c_double),
+    ]
+
+
+class Fitting(ctypes.Structure):
+    """`Fitting` of fitting.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("states", "dense", "given", "codes", "low", "reach", "levels", "far")),
+        *((name, ctypes.c_void_p) for name in ("scratch", "parallel_for")),
+        *((name, ctypes.c_int64) for name in ("lane_bytes", "slot_bytes", "kind")),
+        *((name, ctypes.c_int64) for name in ("lanes", "slots", "size", "bits", "group", "by_token", "threads")),
+        *((name, ctypes.c_double) for name in ("share", "largest")),
     ]
 
 

@@ -19,7 +19,7 @@ constexpr bool NIBBLES = false;
 static inline bool becomes_nibbles(const Side& side) {
   if (!NIBBLES) return false;
   if (side.size < 64 || (side.size & (side.size - 1))) return false;
-  if (side.kind == LEVEL_CODES) return side.bits == 2 || side.bits == 3;
+  if (side.kind == LEVEL_CODES || side.kind == FITTED_LEVELS) return side.bits == 2 || side.bits == 3;
   if (side.kind != TOKEN_CODES && side.kind != CHANNEL_CODES) return false;
   // Codes of 2 bits are read as they lie where they fill a vector, or where they are floats in any case.
   return side.bits == 3 || (side.bits == 2 && side.size == 64 && side.scales != FLOAT32);

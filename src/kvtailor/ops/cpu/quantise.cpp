@@ -2,9 +2,8 @@
 //
 // Every number is made by the operations that ops.quant names, in their order and in float32, so that all bytes are the
 // same. Only the sign of a minimum that is zero is left open, there as well as here.
-#include "numbers.h"
-#include "layouts.h"
-#include "threads.h"
+#include "fitting.h"
+#include "packing.h"
 
 // Mirrored field by field in library.py.
 struct Coding {
@@ -24,21 +23,11 @@ namespace {
 constexpr int64_t SOON = 8;     // the token after so many is asked for before it is read
 constexpr int64_t TOKENS = 64;  // that are a piece of work, where scales are those of a token
 
-int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Floats of one thread: a token's states, or a vector; steps and minima by channel; codes and what fills their last byte.
 int64_t scratch_of(const Coding& call) { return 3 * call.size + W + ceiling(call.size + 8, 4); }
 
 // What FLAT of ops/quant.py says.
 const float FLAT = 0x1p-14f;
-
-// Number i of a table becomes x; gives what it then is.
-template <class T> float put(void* table, int64_t i, float x) {
-  const auto kept = rounded(T(), x);
-  char* at = (char*)table + i * T::BYTES;
-  memcpy(at, &kept, T::BYTES);
-  return T::one(at);
-}
 
 template <class V> V smaller(V a, V b) { return a < b ? a : b; }
 template <class V> V greater(V a, V b) { return a > b ? a : b; }
@@ -69,43 +58,6 @@ struct Making {
     return smaller(greater(number, V{} + least), V{} + most) - least;
   }
 };
-
-static inline void store_bytes(uint8_t* to, F codes) {
-  const I numbers = __builtin_convertvector(codes, I);
-#if defined(__AVX512F__)
-  _mm_storeu_si128((__m128i*)to, _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)numbers));
-#elif defined(__AVX2__)
-  const __m256i all = (__m256i)numbers;
-  const __m128i shorts = _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-  _mm_storel_epi64((__m128i*)to, _mm_packus_epi16(shorts, shorts));
-#else
-  store(to, __builtin_convertvector(numbers, B));
-#endif
-}
-
-// Bits `shift` to `shift` + WIDTH of all codes; `codes` goes on with zeros as far as the last byte does.
-template <int WIDTH> void pack_plane(const uint8_t* __restrict codes, int shift, int64_t bytes, uint8_t* __restrict to) {
-  for (int64_t j = 0; j < bytes; j++) {
-    uint8_t byte = 0;
-    for (int i = 0; i < 8 / WIDTH; i++)
-      byte |= (uint8_t)((codes[i * bytes + j] >> shift & ((1 << WIDTH) - 1)) << (i * WIDTH));
-    to[j] = byte;
-  }
-}
-
-// As ops.quant.pack.
-APART void pack(const uint8_t* codes, int64_t bits, int64_t size, uint8_t* to) {
-  int shift = 0;
-  for (int width = 8; width; width /= 2) {
-    if (!(bits & width)) continue;
-    const int64_t bytes = ceiling(size * width, 8);
-    if (width == 8) memcpy(to, codes, (size_t)size);
-    else if (width == 4) pack_plane<4>(codes, shift, bytes, to);
-    else if (width == 2) pack_plane<2>(codes, shift, bytes, to);
-    else pack_plane<1>(codes, shift, bytes, to);
-    to += bytes, shift += width;
-  }
-}
 
 template <class T> struct Piece {
   const Coding& call;
@@ -188,9 +140,7 @@ template <class T> struct Piece {
 };
 
 template <class T> int32_t code(const Coding& call) {
-  int64_t bytes = 0;
-  for (int64_t width = 8; width; width /= 2)
-    if (call.bits & width) bytes += ceiling(call.size * width, 8);
+  const int64_t bytes = packed_bytes(call.size, call.bits);
   const int64_t length = call.by_run ? call.group : TOKENS, runs = ceiling(call.slots, length);
   return share_out(call.lanes * runs, call.threads, call.parallel_for, [&](int64_t index, int64_t thread) {
     const Piece<T> piece(call, bytes, call.scratch + thread * scratch_of(call));
@@ -213,4 +163,8 @@ int32_t kvtailor_code(const Coding* call) {
   if (call->kind == BFLOAT16) return code<BF16>(*call);
   return code<F16>(*call);
 }
+
+int64_t kvtailor_fitting_scratch(const Fitting* call) { return call->threads * scratch_of(*call); }
+
+int32_t kvtailor_fit(const Fitting* call) { return fit(*call); }
 }
