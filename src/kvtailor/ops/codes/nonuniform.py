@@ -20,7 +20,16 @@ from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.code_layout import Aside, CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import TimeGrouped
 
-__all__ = ["ChannelLevels", "LevelCodes", "TokenLevels", "aside", "coded_by_levels", "fit_levels", "index_bytes", "largest"]
+__all__ = [
+    "ChannelLevels",
+    "LevelCodes",
+    "TokenLevels",
+    "aside",
+    "coded_by_levels",
+    "fit_levels",
+    "index_bytes",
+    "largest",
+]
 
 _POINTS = 257
 _TINY = 1e-6
@@ -335,7 +344,8 @@ def fit_levels(z: Tensor, used: Tensor, bits: int) -> Tensor:
     # A point's weight lies half on each side of it.
     below = summed - both / 2
     slope, nothing = below.diff(dim=-1), torch.zeros_like(total)
-    levels = (torch.arange(2**bits, dtype=torch.float64, device=z.device) / (2**bits - 1)).repeat(runs, 1)
+    even: Tensor = torch.arange(2**bits, dtype=torch.float64, device=z.device) / (2**bits - 1)
+    levels = even.repeat(runs, 1)
     for _ in range(_ROUNDS):
         # (runs, levels - 1): the borders between the levels, as points.
         border = (levels[:, 1:] + levels[:, :-1]) / 2 * (_POINTS - 1)

@@ -1,4 +1,4 @@
-"""Codes of states in C++: the bytes and tables of `ops.codes.sides` and `ops.codes.nonuniform`, in one pass over them."""
+"""Codes of states in C++: bytes and tables of `ops.codes.sides` and `ops.codes.nonuniform`, in one pass over states."""
 
 from __future__ import annotations
 
