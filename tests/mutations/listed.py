@@ -129,8 +129,8 @@ MUTATIONS = (
     ),
     Mutation(
         "engine/apply.py",
-        "count = count // codec.block * codec.block",
-        "count = count // 1",
+        "more // codec.block * codec.block if",
+        "more if",
         "a block is encoded before it is full",
         ("contract/test_encode_appending.py", "seam/methods/test_codecs.py", "encode/test_kivi.py"),
     ),
@@ -166,9 +166,9 @@ MUTATIONS = (
         ("seam/test_progressive.py", "contract/test_allocate_progressive.py", "engine/test_evict.py"),
     ),
     Mutation(
-        "engine/evict.py",
-        "clock.growth = state.stored.seen, self.plan.slack_tokens, 0",
-        "clock.growth = state.stored.seen, self.plan.slack_tokens, 1",
+        "engine/state.py",
+        "self.growth = False, seen, slack, 0",
+        "self.growth = False, seen, slack, 1",
         "evicts a token too early",
         ("engine/test_evict.py", "engine/test_often_evicted.py"),
     ),
