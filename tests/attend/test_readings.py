@@ -157,6 +157,13 @@ def test_equals_every_token_decoded(kind: type[Attention], mix: str, weighted: b
         assert close(*(x if filled is None else x[filled] for x in (found, each)))
 
 
+def test_the_first_of_two_tokens_does_not_see_the_second() -> None:
+    made = case(SIZES[0], "dense", 2, seed=15)
+    counts = otherwise(made, lifted=False, weighted=False)
+    got = Segments().attend(request_of(made.query, made.parts, made.visible, 0.04))
+    assert close(got.output, repeated(made, counts, 0.04)[0])
+
+
 @pytest.mark.parametrize("kind", WEIGHING, ids=lambda kind: kind.__name__)
 def test_a_token_that_counts_twice_is_the_token_twice(kind: type[Attention]) -> None:
     made = case(SIZES[0], "dense", 1, seed=4)

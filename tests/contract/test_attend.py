@@ -15,6 +15,7 @@ from tests.support.discover import methods_of, sample_of
 import kvtailor.attend
 import kvtailor.ops.attention.prompt
 from kvtailor.attend.contract import Attention
+from kvtailor.attend.rolling import Rolling
 from kvtailor.attend.segments import Segments
 from kvtailor.types import PlainSegment, Rotation, Segment
 
@@ -155,6 +156,11 @@ def test_blocks_of_queries_meet_without_a_seam(
         filled = part.layout.filled(torch.device("cpu"))
         everything = torch.ones_like(found, dtype=torch.bool) if filled is None else filled
         assert close(found[everything], expected[everything])
+
+
+def test_each_block_adds_the_mass_of_its_own_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where rows begin at different columns, so that queries of a block count in some rows alone."""
+    test_blocks_of_queries_meet_without_a_seam(Rolling, "dense", True, True, monkeypatch)
 
 
 @every_method

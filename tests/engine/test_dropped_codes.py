@@ -31,6 +31,7 @@ PLANS = (
     f"streamingllm + {KIVI} @ tokens=170, slack=0",
 )
 STEPS = 75
+CPU = torch.device("cpu")
 
 
 decoded = partial(by_age.decoded, rows=2, prompt=150, steps=STEPS)
@@ -145,3 +146,25 @@ def test_what_is_taken_back_is_as_it_was(taken):
     ]
     assert cache.seen == reference.seen and torch.equal(cache.held(), reference.held())
     assert all(float((a - b).abs().max()) < 1e-4 for a, b in zip(*logits, strict=True))
+
+
+@torch.no_grad()
+def test_joined_codes_stand_for_the_tokens_that_stay() -> None:
+    """In the first layer a token's key depends on the token alone."""
+    model = build("llama")
+    ids, _ = prompts((120, 120))
+    cache, full = (
+        kvtailor.cache_for(model, plan)
+        for plan in ("tova + kivi(bits=8, group=4, recent=4) @ tokens=40, slack=8", "full")
+    )
+    for piece in [ids[:, :60], *ids[:, 60:].split(1, 1)]:
+        model(piece, **hand_cache(cache))
+    model(ids, **hand_cache(full))
+    keys = full.engine.states[0].stored.tail.as_segment().keys
+    for segment in cache.engine.states[0].stored.segments:
+        layout, found = segment.layout, segment.view().keys
+        columns = layout.columns(CPU).expand(layout.lanes, -1)
+        wanted = torch.stack([keys[owner][at] for owner, at in zip(layout.owners(CPU), columns, strict=True)])
+        real = layout.filled(CPU)
+        apart = (found - wanted).abs() if real is None else (found - wanted)[real].abs()
+        assert float(apart.max()) < 0.05 * float(wanted.abs().max())

@@ -6,13 +6,16 @@ import dataclasses
 
 import pytest
 import torch
+from tests.support.seam.zoo import build, prompts
 from tests.support.segments_of import Padded, states
 
+import kvtailor
 from kvtailor.engine.budget import Budget
 from kvtailor.engine.evict import ScoredLayer, decide, score_layer
 from kvtailor.engine.evict import _as_cut as as_cut
 from kvtailor.engine.saving import state_of
 from kvtailor.engine.state import LayerState
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 
 
@@ -111,3 +114,18 @@ def test_scoring_a_layer_changes_nothing() -> None:
                 assert score == pytest.approx(-float(keys[row, 0, at].norm()), rel=1e-5)
     after = state_of(state)
     assert before[0] == after[0] and all(torch.equal(before[1][name], after[1][name]) for name in before[1])
+
+
+@torch.no_grad()
+def test_a_rows_first_tokens_are_those_behind_its_padding() -> None:
+    model = build("llama")
+    ids, mask = prompts((60, 20))
+    cache = kvtailor.cache_for(model, "streaming @ tokens=16")
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    model(ids, attention_mask=mask, position_ids=positions, **hand_cache(cache))
+    for state in cache.engine.states:
+        layout = state.stored.tail.as_segment().layout
+        columns = layout.columns(ids.device).expand(layout.lanes, -1).view(2, state.heads, -1)
+        for row, first in enumerate((0, 40)):
+            for head in columns[row].tolist():
+                assert head == [*range(first, first + 4), *range(48, 60)]

@@ -77,6 +77,20 @@ def test_mass_is_the_column_sum_of_eager_attention(family: str, chunk: int) -> N
         assert torch.allclose(found[columns], expected[columns], atol=1e-4)
 
 
+@torch.no_grad()
+def test_tokens_that_are_encoded_keep_their_mass() -> None:
+    """The prompt's own attention is exact, so its mass is, too."""
+    model, eager = build("llama"), build("llama", attention="eager")
+    ids, _ = prompts((60, 60))
+    cache = kvtailor.cache_for(model, "h2o(recent=4) + kivi(bits=8, group=4, recent=8) @ tokens=500")
+    model(ids, **hand_cache(cache))
+    attentions = eager(ids, output_attentions=True).attentions
+    for state, attention in zip(cache.engine.states, attentions, strict=True):
+        assert state.stored.segments and state.stored.segments[0].layout.size >= 40
+        found = torch.cat([part.view(2, state.heads, -1) for part in state.observed.evidence.mass], -1)
+        assert torch.allclose(found, attention.unflatten(1, (state.heads, -1)).sum((2, 3)), atol=1e-4)
+
+
 def naive_sample(query: torch.Tensor, columns: list[int], most: int) -> list[int]:
     """Columns of a row's real queries, thinned by halving until at most `most` are left."""
     ages = list(range(len(columns)))
