@@ -305,6 +305,7 @@ def _farthest(x: Tensor, used: Tensor, share: float, dim: int) -> Tensor:
     count = used.sum(dim, keepdim=True)
     mean = ((x * used).sum(dim, keepdim=True, dtype=torch.float64) / count.clamp(min=1)).float()
     distance = (x - mean).abs_().masked_fill_(~used, -1)
+    # Of equal numbers `max` gives the first, too, and sorts nothing.
     if most == 1:
         index = distance.max(dim, keepdim=True).indices
     else:

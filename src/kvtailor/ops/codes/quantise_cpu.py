@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +17,8 @@ __all__ = ["channel_codes", "level_codes", "symmetric_codes", "token_codes", "un
 
 # Below so many states a barrier costs more than a second thread brings.
 _SMALL = 1 << 17
+# What tells how much scratch an operation takes.
+_SCRATCH = {"code": "kvtailor_coding_scratch", "fit": "kvtailor_fitting_scratch"}
 
 
 def unsuited_states(states: Tensor) -> str | None:
@@ -69,10 +69,7 @@ def level_codes(
     using: Library | None = None,
 ) -> LevelCodes:
     """`coded_by_levels`; see `token_codes`."""
-    used = using or library()
-    assert used is not None, "asked for a kernel that was not built"
     lanes, slots, size = states.shape
-    read = states if states.stride(-1) == 1 else states.contiguous()
     runs = -(-slots // group)
     codes = huge_pages.empty((lanes, slots, packed_size(size, bits)), torch.uint8)
     low = huge_pages.new_empty(states, (lanes, runs, size) if by_channel else (lanes, slots, 1))
@@ -80,9 +77,7 @@ def level_codes(
     far = torch.empty((lanes, slots, size), dtype=torch.bool)
     counted = None if dense is None else dense.contiguous()
     given = None if levels is None else levels.to(torch.float32).contiguous()
-    lane, slot, _ = read.stride()
     call = Fitting(
-        states=read.data_ptr(),
         dense=None if counted is None else counted.data_ptr(),
         given=None if given is None else given.data_ptr(),
         codes=codes.data_ptr(),
@@ -90,35 +85,15 @@ def level_codes(
         reach=reach.data_ptr(),
         levels=fitted.data_ptr(),
         far=far.data_ptr(),
-        lane_bytes=lane * read.element_size(),
-        slot_bytes=slot * read.element_size(),
-        kind=DTYPES[read.dtype],
-        lanes=lanes,
-        slots=slots,
-        size=size,
         bits=bits,
         group=group,
         by_token=not by_channel,
         share=share,
-        largest=largest(read.dtype),
+        largest=largest(states.dtype),
     )
-    scratch = _threads(call, used, states.numel(), used.functions.kvtailor_fitting_scratch)
-    if used.functions.kvtailor_fit(ctypes.byref(call)):
-        raise RuntimeError("torch_parallel_for refused to run kvtailor's quantiser")
-    del scratch
+    _run(call, states, "fit", using)
     made = ChannelLevels if by_channel else TokenLevels
     return made.of(states, bits, group, codes=codes, low=low, reach=reach, levels=fitted, far=far, whole=whole)
-
-
-def _threads(call: Coding | Fitting, used: Library, numbers: int, room: Callable[[Any], int]) -> Tensor:
-    """Give a call its threads, and scratch, which is to live as long as the call."""
-    call.threads = 1
-    if used.parallel_for is not None and numbers > _SMALL:
-        call.threads = torch.get_num_threads()
-        call.parallel_for = used.parallel_for
-    scratch = torch.empty(room(ctypes.byref(call)), dtype=torch.float32)
-    call.scratch = scratch.data_ptr()
-    return scratch
 
 
 def _tables(states: Tensor, rows: int, group: int) -> Tensor:
@@ -128,31 +103,36 @@ def _tables(states: Tensor, rows: int, group: int) -> Tensor:
 def _codes(
     states: Tensor, bits: int, group: int, step: Tensor, low: Tensor | None, *, by_run: bool, using: Library | None
 ) -> Tensor:
-    used = using or library()
-    assert used is not None, "asked for a kernel that was not built"
     lanes, slots, size = states.shape
-    read = states if states.stride(-1) == 1 else states.contiguous()
     codes = huge_pages.empty((lanes, slots, packed_size(size, bits)), torch.uint8)
-    lane, slot, _ = read.stride()
     call = Coding(
-        states=read.data_ptr(),
         codes=codes.data_ptr(),
         step=step.data_ptr(),
         low=None if low is None else low.data_ptr(),
-        lane_bytes=lane * read.element_size(),
-        slot_bytes=slot * read.element_size(),
-        kind=DTYPES[read.dtype],
-        lanes=lanes,
-        slots=slots,
-        size=size,
         bits=bits,
         group=group,
         by_run=by_run,
     )
     if low is None:
-        call.limit = largest_step(read.dtype, 2 ** (bits - 1) - 1)
-    scratch = _threads(call, used, states.numel(), used.functions.kvtailor_coding_scratch)
-    if used.functions.kvtailor_code(ctypes.byref(call)):
-        raise RuntimeError("torch_parallel_for refused to run kvtailor's quantiser")
-    del scratch
+        call.limit = largest_step(states.dtype, 2 ** (bits - 1) - 1)
+    _run(call, states, "code", using)
     return codes
+
+
+def _run(call: Coding | Fitting, states: Tensor, operation: str, using: Library | None) -> None:
+    """Tell a call of the states (m, s, c), give it threads and scratch, and run it: "code" or "fit"."""
+    used = using or library()
+    assert used is not None, "asked for a kernel that was not built"
+    read = states if states.stride(-1) == 1 else states.contiguous()
+    call.states, call.kind = read.data_ptr(), DTYPES[read.dtype]
+    call.lanes, call.slots, call.size = read.shape
+    call.lane_bytes, call.slot_bytes = (stride * read.element_size() for stride in read.stride()[:2])
+    call.threads = 1
+    if used.parallel_for is not None and states.numel() > _SMALL:
+        call.threads = torch.get_num_threads()
+        call.parallel_for = used.parallel_for
+    at = ctypes.byref(call)
+    scratch = torch.empty(getattr(used.functions, _SCRATCH[operation])(at), dtype=torch.float32)
+    call.scratch = scratch.data_ptr()
+    if getattr(used.functions, f"kvtailor_{operation}")(at):
+        raise RuntimeError("torch_parallel_for refused to run kvtailor's quantiser")
