@@ -1,14 +1,18 @@
-"""A decoded token of every preset, or of every pair of a choosing method and a codec, over the model's own cache.
+"""A decoded token or a prompt of every preset, or of every pair of a choosing method and a codec, over the model's own.
 
     python -m benchmarks.plans --out FILE [--plans presets|pairs|"LINE; LINE"] [--contexts 384,8192,32768]
-                               [--shape llama|smollm2|qwen2] [--dtype float32] [--cache-dtype bfloat16] [--layers 4]
-                               [--threads 1] [--clock processor] [--rounds 9] [--seconds 600]
+                               [--prompts 2048,8192] [--shape llama|smollm2|qwen2] [--dtype float32]
+                               [--cache-dtype bfloat16] [--layers 4] [--threads 1] [--clock processor] [--rounds 9]
+                               [--seconds 600]
 
 Is a plan slower than no plan? transformers' `StaticCache` with sdpa, which writes in place and folds grouped heads, is
 the fastest cache of the model's own; `DynamicCache`, its default, copies everything at each token, and is a row of the
 table. A plan and `StaticCache` take turns in one process, a token each. The ratio is that of the medians; beside it
 stand the ratios of the quartiles that lie farthest apart. States of the context are random and are put into the caches;
 a plan chooses or encodes when 64 more tokens come through the model. One that evicts keeps an eighth.
+
+With `--prompts`, what is timed is a prompt of so many tokens into an empty cache, choosing and encoding included, over
+one into `DynamicCache`, which joins nothing as long as there is one piece. Give `--contexts ''` to time prompts alone.
 
 Models are untrained, with the widths of Llama 3.1 8B's attention (32 query heads on 8 of 128) in a model that is small
 beside it, of SmolLM2-135M (9 on 3 of 64) and of Qwen2.5-0.5B (14 on 2 of 64); a vocabulary of 512 leaves the output
@@ -115,7 +119,6 @@ class Context:
         generator = torch.Generator().manual_seed(2)
         self.question = torch.randint(0, VOCABULARY, (1, QUESTION), generator=generator)
         self.token = torch.tensor([[7]])
-        self.clock = CLOCKS[asked.clock]
 
     def cache_of(self, plan: Plan) -> Any:
         """Return a cache that holds the context as a plan has it."""
@@ -132,53 +135,95 @@ class Context:
 
     def timed(self, cache: Any, on: Any = None) -> dict[str, Any]:
         """Return what a token takes on a cache and on the model's own, in turns; `on` is the model, where not ours."""
-        own = self.own()
-        sides = {"ms": (on or self.model, cache), "own_ms": (self.stock, own)}
-        times: dict[str, list[float]] = {name: [] for name in sides}
-        for round_, name in rounds_in_turns(list(sides), self.asked.rounds, warmup=WARMUP):
-            model, held = sides[name]
-            begin = self.clock()
-            model(self.token, **hand_cache(held), use_cache=True)
-            if round_ >= 0:
-                times[name].append(1e3 * (self.clock() - begin))
-        (low, median, high), (least, base, most) = (statistics.quantiles(each, n=4) for each in times.values())
-        return {
-            "ms": round(median, 3),
-            "own_ms": round(base, 3),
-            "ratio": round(median / base, 3),
-            "spread": [round(low / most, 3), round(high / least, 3)],
-            "bytes": bytes_of(cache),
-        }
+        model, own = on or self.model, self.own()
+        return in_turns(
+            self.asked,
+            lambda: model(self.token, **hand_cache(cache), use_cache=True),
+            lambda: self.stock(self.token, **hand_cache(own), use_cache=True),
+        ) | {"bytes": bytes_of(cache)}
 
 
-def rows(asked: argparse.Namespace, done: set[tuple[str, int]]) -> Iterator[dict[str, Any]]:
+class Prompt:
+    """A model with its own cache, and one with the same weights for caches of ours, before one prompt."""
+
+    def __init__(self, asked: argparse.Namespace, tokens: int):
+        self.asked = asked
+        dtype = getattr(torch, asked.dtype)
+        self.model, self.stock = (model_of(asked.shape, asked.layers, dtype) for _ in range(2))
+        self.stored = getattr(torch, asked.cache_dtype or asked.dtype)
+        self.prompt = torch.randint(0, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(2))
+
+    def read(self, model: Any, cache: Any) -> Any:
+        """Read the prompt into an empty cache, and return the cache."""
+        model(self.prompt, **hand_cache(cache), use_cache=True, logits_to_keep=1)
+        return cache
+
+    def timed(self, plan: Plan) -> dict[str, Any]:
+        """Return what the prompt takes under a plan and into the model's own cache, in turns, caches new each time."""
+
+        def ours() -> Any:
+            return self.read(self.model, cache_for(self.model, plan, cache_dtype=self.stored))
+
+        held = bytes_of(ours())
+        return in_turns(self.asked, ours, lambda: self.read(self.stock, dynamic_cache(self.stock))) | {"bytes": held}
+
+
+def in_turns(asked: argparse.Namespace, ours: Callable[[], Any], own: Callable[[], Any]) -> dict[str, Any]:
+    """Time two sides in turns; return medians in ms, their ratio, and those of the quartiles that lie farthest apart."""
+    sides, clock = {"ms": ours, "own_ms": own}, CLOCKS[asked.clock]
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for round_, name in rounds_in_turns(list(sides), asked.rounds, warmup=WARMUP):
+        begin = clock()
+        sides[name]()
+        if round_ >= 0:
+            times[name].append(1e3 * (clock() - begin))
+    (low, median, high), (least, base, most) = (statistics.quantiles(each, n=4) for each in times.values())
+    return {
+        "ms": round(median, 3),
+        "own_ms": round(base, 3),
+        "ratio": round(median / base, 3),
+        "spread": [round(low / most, 3), round(high / least, 3)],
+    }
+
+
+def rows(asked: argparse.Namespace, done: set[tuple[str, str, int]]) -> Iterator[dict[str, Any]]:
     """Yield a row for each plan that is not done: its times and ratio, or why it is left out."""
     named: dict[str, Plans] = {"presets": presets, "pairs": pairs}
     plans = named.get(asked.plans) or lines(asked.plans)
     end = time.monotonic() + asked.seconds
-    for tokens in asked.contexts:
-        made = None
-        for name, plan in ((DYNAMIC, None), (REST, None), *plans(tokens)):
-            if (name, tokens) in done:
+    for kind, tokens in (*(("context", each) for each in asked.contexts), *(("prompt", each) for each in asked.prompts)):
+        made: Any = None
+        sides = ((DYNAMIC, None), (REST, None)) if kind == "context" else ()
+        for name, plan in (*sides, *plans(tokens)):
+            if (name, kind, tokens) in done:
                 continue
             if time.monotonic() > end:
                 return
-            made = made or Context(asked, tokens)
-            row: dict[str, Any] = {"plan": name, "context": tokens}
+            made = made or (Context if kind == "context" else Prompt)(asked, tokens)
             try:
-                if name == DYNAMIC:
-                    cache = dynamic_cache(made.stock)
-                    fill(cache, made.states)
-                    yield row | made.timed(cache, made.stock)
-                    continue
-                if plan is None:
-                    cache = cache_for(made.model, FULL)
-                    made.model(made.token, **hand_cache(cache))
-                else:
-                    cache = made.cache_of(plan())
-                yield row | made.timed(cache)
+                timed = made.timed(plan()) if kind == "prompt" else _token(made, name, plan)
             except KvtailorError as refusal:
-                yield row | {"left_out": " ".join(str(refusal).split())}
+                timed = {"left_out": " ".join(str(refusal).split())}
+            yield {"plan": name, kind: tokens} | timed
+
+
+def _token(made: Context, name: str, plan: Callable[[], Plan] | None) -> dict[str, Any]:
+    """Return what a token takes after a context, of a plan or of one of the sides that are none."""
+    if name == DYNAMIC:
+        cache = dynamic_cache(made.stock)
+        fill(cache, made.states)
+        return made.timed(cache, made.stock)
+    if plan is None:
+        cache = cache_for(made.model, FULL)
+        made.model(made.token, **hand_cache(cache))
+        return made.timed(cache)
+    return made.timed(made.cache_of(plan()))
+
+
+def place(row: dict[str, Any]) -> tuple[str, str, int]:
+    """Return what a row is of: the plan, a token after a context or a prompt, and of how many tokens."""
+    kind = "prompt" if "prompt" in row else "context"
+    return row["plan"], kind, row[kind]
 
 
 def setting(asked: argparse.Namespace) -> dict[str, Any]:
@@ -204,7 +249,8 @@ def read_bandwidth(clock: Callable[[], float]) -> float:
 
 def told(row: dict[str, Any], bandwidth: float, rest: float | None) -> str:
     """Return a row as a line: the cache's part is what is more than the rest of the model, over a read of its bytes."""
-    name = f"{row['context']:>6} {row['plan']:<44}"
+    plan, kind, tokens = place(row)
+    name = f"{kind} {tokens:>6} {plan:<44}"
     if "left_out" in row:
         return f"{name} left out: {row['left_out'][:120]}"
     low, high = row["spread"]
@@ -214,11 +260,16 @@ def told(row: dict[str, Any], bandwidth: float, rest: float | None) -> str:
     return line + ("  !" if row["ratio"] > WIDEST else "")
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",") if each]
+
+
 def main() -> int:
     """Time all plans and print the table; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--plans", default="presets", help="presets, pairs, or plans with ';' between them")
-    parser.add_argument("--contexts", type=lambda text: [int(each) for each in text.split(",")], default=[384, 8192])
+    parser.add_argument("--contexts", type=_numbers, default=[384, 8192], help="tokens held when a token is timed")
+    parser.add_argument("--prompts", type=_numbers, default=[], help="tokens of prompts that are timed")
     parser.add_argument("--shape", default="llama", choices=list(SHAPES))
     parser.add_argument("--dtype", default="bfloat16", help="of the model, and of transformers' caches")
     parser.add_argument("--cache-dtype", help="of our caches, where the model computes in float32")
@@ -237,11 +288,11 @@ def main() -> int:
     bandwidth = read_bandwidth(CLOCKS[asked.clock])
     print(f"{how['cpu']}; a plain read gives {bandwidth / 1e9:.1f} GB/s", flush=True)
     rest = {row["context"]: row["ms"] for row in found if row["plan"] == REST}
-    for row in rows(asked, {(row["plan"], row["context"]) for row in found}):
+    for row in rows(asked, {place(row) for row in found}):
         found.append(row)
         if row["plan"] == REST:
             rest[row["context"]] = row["ms"]
-        print(told(row, bandwidth, rest.get(row["context"])), flush=True)
+        print(told(row, bandwidth, rest.get(row.get("context"))), flush=True)
         add_row(asked.out, row)
     timed = [row for row in found if "ratio" in row]
     above = [row for row in timed if row["ratio"] > WIDEST and row["plan"] != DYNAMIC]
