@@ -1,8 +1,10 @@
 """Levels of the normal distribution: their closed form, their distortion, bytes, and what they refuse."""
 
+import itertools
 import math
 import re
 from pathlib import Path
+from statistics import NormalDist
 
 import pytest
 import torch
@@ -41,6 +43,15 @@ def test_levels_are_those_of_the_published_table(bits):
     found = gaussian_levels(bits)
     assert found.shape == (2**bits,) and torch.equal(found, -found.flip(0))
     assert found[2 ** (bits - 1) :].tolist() == pytest.approx(LEVELS[bits], rel=1e-3)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_each_level_is_the_mean_of_what_is_nearest_to_it(bits):
+    """By the normal law's density and distribution in the standard library, in float64."""
+    law, levels = NormalDist(), gaussian_levels(bits).double().tolist()
+    borders = [-40.0, *((a + b) / 2 for a, b in itertools.pairwise(levels)), 40.0]
+    for level, (low, high) in zip(levels, itertools.pairwise(borders), strict=True):
+        assert level == pytest.approx((law.pdf(low) - law.pdf(high)) / (law.cdf(high) - law.cdf(low)), abs=1e-6)
 
 
 def test_whole_levels_are_those_of_four_bits_and_as_large_as_the_kernels_allow():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvtailor.ops.codes.quant import (
     FLAT,
+    count_below,
     dequantise,
     from_e4m3,
     largest_divisor,
@@ -34,6 +35,17 @@ def slow(x: Tensor, bits: int, group: int) -> Tensor:
         for i, value in enumerate(run.tolist()):
             place[i] = low + (round((value - low) / step) * step if step else 0.0)
     return out
+
+
+@pytest.mark.parametrize("number", [1, 7, 15, 16, 255])
+def test_borders_below_are_those_that_a_search_finds(number: int) -> None:
+    """Numbers on a border, and one step beside it, too."""
+    borders = torch.randn(number).sort().values
+    step = torch.tensor([-torch.inf, torch.inf])[:, None]
+    on = torch.cat([borders, *torch.nextafter(borders, step)])
+    x = torch.cat([on, torch.randn(63), torch.tensor([0.0, -0.0, 1e38, -1e38])])
+    expected = [sum(border < each for border in borders.tolist()) for each in x.tolist()]
+    assert count_below(x, borders).tolist() == expected
 
 
 @every_bits

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, cast
 
-import torch
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
 from kvtailor.method import Method
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole, alone
 from kvtailor.types import ALL_HEADS, HeadShare, KeyOffset, Layout, Needs, Rotation, Segment
-from kvtailor.types.late_checks import require_none
+from kvtailor.types.late_checks import all_finite, require_none
 
 __all__ = ["Around", "Codec", "CodecContext", "Sides", "TwoSided", "refuse_non_finite"]
 
@@ -428,4 +427,4 @@ def refuse_non_finite(codec: str, keys: Tensor, values: Tensor, why: str) -> Non
             f"{codec} was given {name} of shape {tuple(states.shape)} with NaN or infinity, {why}; check the "
             "model's inputs and dtype (float16 overflow is the usual cause), or use encode=plain"
         )
-        require_none(~torch.isfinite(states).all(), partial(CacheMisuse, said))
+        require_none(~all_finite(states), partial(CacheMisuse, said))

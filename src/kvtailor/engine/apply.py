@@ -37,7 +37,7 @@ from kvtailor.plan.registry import name_of
 from kvtailor.store.recent_window import SPARE, Tail, capacity_for
 from kvtailor.types import Held, Layout, Needs, PlainSegment, Segment
 from kvtailor.types.checked_returns import check_budgets, check_segment, check_tensor, contract_error
-from kvtailor.types.late_checks import require_none, send
+from kvtailor.types.late_checks import all_finite, require_none, send
 
 if TYPE_CHECKING:
     from kvtailor.encode.contract import Codec
@@ -454,7 +454,7 @@ def _merge(
         f"and gets NaN or infinity, in {merged.values.dtype}; check the model's inputs and dtype (float16 overflow "
         "is the usual cause), or leave it out"
     )
-    finite = torch.isfinite(merged.keys).all() & torch.isfinite(merged.values).all()
+    finite = all_finite(merged.keys) & all_finite(merged.values)
     require_none(~finite, partial(CacheMisuse, said))
     return merged
 

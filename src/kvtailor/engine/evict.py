@@ -36,7 +36,7 @@ from kvtailor.types.checked_returns import (
     check_tensor,
     ranking_error,
 )
-from kvtailor.types.late_checks import require_none, send
+from kvtailor.types.late_checks import all_finite, require_none, send
 
 __all__ = ["ScoredLayer", "LayerDecision", "Decision", "Eviction", "decide", "score_layer"]
 
@@ -139,12 +139,12 @@ def score_layer(
         # (3, b, H) in one transfer. Processes that share the heads refuse together, or some would wait for the others.
         counts, floor, faults = share.gather(found, 2).cpu()
         if bool(faults.any()):
-            finite = torch.tensor(share.all(bool(torch.isfinite(held.keys).all())))
+            finite = torch.tensor(share.all(bool(all_finite(held.keys))))
             raise ranking_error(plan, state.index, finite)
     else:
         counts, floor = known
         # On the CPU the keys are looked at for the error alone; elsewhere they may be gone by then.
-        keys = held.keys if held.keys.device.type == "cpu" else torch.isfinite(held.keys).all()
+        keys = held.keys if held.keys.device.type == "cpu" else all_finite(held.keys)
         require_none(faulty, partial(ranking_error, plan, state.index, keys))
     remembered = by_column(scores if shown.noted is None else shown.noted, held) if needs.previous else None
     return ScoredLayer(

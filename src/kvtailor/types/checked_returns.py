@@ -9,12 +9,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from torch import Tensor, device, dtype, float32, int64, isfinite, stack
+from torch import Tensor, device, dtype, float32, int64, stack
 from torch import bool as truth
 
 from kvtailor.errors import CacheMisuse, MethodError
 from kvtailor.types import Layout, PlainSegment, Segment
-from kvtailor.types.late_checks import require_none, send
+from kvtailor.types.late_checks import all_finite, require_none, send
 
 __all__ = [
     "check_attended",
@@ -81,7 +81,7 @@ def ranking_error(plan: object, layer: int, keys: Tensor) -> CacheMisuse:
         layer: its number.
         keys: what it holds, or () bool, whether all of it is finite.
     """
-    finite = keys if keys.dtype == truth else isfinite(keys).all()
+    finite = keys if keys.dtype == truth else all_finite(keys)
     what = "no finite score" if bool(finite) else "NaN or infinity in its keys"
     return CacheMisuse(
         f"layer {layer} of the compressed layers has {what} for some tokens, so {plan} cannot rank them; check the "

@@ -15,7 +15,7 @@ from kvtailor.errors import CacheMisuse, MethodError
 from kvtailor.hf.versions import hand_cache
 from kvtailor.score.by_keys.knorm import KNorm
 from kvtailor.select.topk import TopK
-from kvtailor.types.late_checks import LateChecks, read_flag, require_none, send
+from kvtailor.types.late_checks import LateChecks, all_finite, read_flag, require_none, send
 from tests.support.other_device.backend import move_model, register
 from tests.support.other_device.syncs import count_syncs
 from tests.support.seam.zoo import build, prompts
@@ -35,6 +35,21 @@ def flag(value: bool, device: str = "gpu:0") -> Tensor:
 
 def failing(name: str) -> Callable[[], Exception]:
     return lambda: ValueError(name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(0, 4), (1,), (3, 63, 5), (2, 257)])
+def test_one_number_that_is_not_finite_is_found_wherever_it_stands(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    states = torch.randn(shape).to(dtype)
+    assert bool(all_finite(states)) and bool(all_finite(states.transpose(0, -1)))
+    for at in range(0, states.numel(), 1 + states.numel() // 50):
+        for wrong in (torch.nan, torch.inf, -torch.inf):
+            spoilt = states.clone()
+            spoilt.view(-1)[at] = wrong
+            assert not all_finite(spoilt)
+    if states.numel():
+        # The largest number there is, everywhere: its sum would be infinite.
+        assert bool(all_finite(torch.full_like(states, torch.finfo(dtype).max)))
 
 
 def test_on_the_cpu_a_check_is_made_where_it_stands() -> None:

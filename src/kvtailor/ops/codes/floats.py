@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
-from kvtailor.ops.codes.quant import MOST_E4M3, pack, packed_size, scale_to, to_e4m3, unpack
+from kvtailor.ops.codes.quant import MOST_E4M3, count_below, pack, packed_size, scale_to, to_e4m3, unpack
 from kvtailor.ops.codes.sides import padded_groups
 from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
@@ -103,8 +103,7 @@ def element_codes(x: Tensor, element: str) -> Tensor:
     kind = ELEMENTS[element]
     if kind.dtype is not None:
         return x.clamp(-kind.most, kind.most).to(kind.dtype).view(torch.uint8)
-    found = torch.bucketize(x.abs(), _borders(x.device), out_int32=True).to(torch.uint8)
-    return found | (x.signbit().to(torch.uint8) << 3)
+    return count_below(x.abs(), _borders(x.device)) | (x.signbit().to(torch.uint8) << 3)
 
 
 def exponent_scales(codes: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
-from kvtailor.ops.codes.quant import pack, packed_size, unpack
+from kvtailor.ops.codes.quant import count_below, pack, packed_size, unpack
 from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout, TokenSigns
 from kvtailor.ops.segments.coded import Coded
@@ -60,32 +60,37 @@ def within(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 # Elements that are worked on at once.
 _PIECE = 1 << 20
-_ROUNDS = 10_000
 
 
 @cache
 def gaussian_levels(bits: int) -> Tensor:
     """Return the 2^bits levels, ascending float32, with the least squared error for normal numbers of variance 1.
 
-    Each is the mean of what is nearer to it than to the others, which Lloyd's rounds bring about (S. P. Lloyd, Least
-    squares quantization in PCM, 1982; J. Max, Quantizing for minimum distortion, 1960).
+    Each is the mean of what is nearer to it than to the others (S. P. Lloyd, Least squares quantization in PCM, 1982;
+    J. Max, Quantizing for minimum distortion, 1960). Newton's steps find them, a handful of which do what thousands of
+    Lloyd's rounds would, from where many levels would lie: with the density of a variance of 3 (P. F. Panter and
+    W. Dite, Quantization distortion in pulse-count modulation with nonuniform spacing of levels, 1951).
     """
     # Made outside of any inference mode: a cached tensor must serve all callers.
     with torch.inference_mode(False):
-        levels = torch.linspace(-2, 2, 2**bits, dtype=torch.float64)
-        density = lambda x: (-x.square() / 2).exp() / math.sqrt(2 * math.pi)  # noqa: E731
-        for _ in range(_ROUNDS):
-            border = torch.cat(
-                [levels.new_tensor([-torch.inf]), (levels[1:] + levels[:-1]) / 2, levels.new_tensor([torch.inf])]
-            )
-            below = torch.special.ndtr(border)
-            # The mean of a normal number between two borders.
-            moved = (density(border[:-1]) - density(border[1:])) / (below[1:] - below[:-1])
-            # Symmetric, as the bell is; rounds of sums would drift off it.
+        ranks = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
+        levels = math.sqrt(3) * torch.special.ndtri(ranks)
+        # So far out that a normal number beyond it has no probability in float64.
+        end = levels.new_tensor([40.0])
+        change = torch.inf
+        while change > 1e-9:
+            border = torch.cat([-end, (levels[1:] + levels[:-1]) / 2, end])
+            density = (-border.square() / 2).exp() / math.sqrt(2 * math.pi)
+            share = torch.special.ndtr(border).diff()
+            mean = (density[:-1] - density[1:]) / share
+            # How a mean follows the border below and above it, each of which follows both of its levels by a half.
+            below = density[:-1] * (mean - border[:-1]) / share / 2
+            above = density[1:] * (border[1:] - mean) / share / 2
+            slope = torch.diag(below + above) + torch.diag(below[1:], -1) + torch.diag(above[:-1], 1)
+            moved = levels + torch.linalg.solve(torch.eye(len(levels), dtype=slope.dtype) - slope, mean - levels)
+            # Symmetric, as the bell is; sums would drift off it.
             moved = (moved - moved.flip(0)) / 2
-            if torch.equal(moved, levels):
-                break
-            levels = moved
+            change, levels = float((moved - levels).abs().max()), moved
         return levels.float()
 
 
@@ -127,9 +132,9 @@ class GaussianCodes(Coded):
         scale = torch.zeros((lanes, slots, 1), dtype=states.dtype, device=states.device)
         for at in pieces(lanes, slots, size, _PIECE):
             unit, norm, top = of_unit_variance(states[at])
-            found = torch.bucketize(unit, middle, out_int32=True)
-            made = levels[found].norm(dim=-1, keepdim=True) if keep_norm else math.sqrt(size)
-            codes[at] = pack(found.to(torch.uint8), bits)
+            found = count_below(unit, middle)
+            made = levels[found.int()].norm(dim=-1, keepdim=True) if keep_norm else math.sqrt(size)
+            codes[at] = pack(found, bits)
             scale[at] = scale_back(norm, top, made, states.dtype)
         return cls(bits=bits, size=size, codes=codes, scale=scale)
 

@@ -126,17 +126,20 @@ def _redundancy(keys: Tensor, valid: Tensor, alike: float) -> Tensor:
     be alone.
     """
     directions = torch.nn.functional.normalize(keys.float(), dim=-1).masked_fill(~valid[..., None], 0.0)
-    count, place = (
-        valid.sum(-1, keepdim=True).clamp_min(1),
-        torch.arange(valid.shape[1], dtype=torch.int32, device=keys.device),
-    )
-    total = torch.zeros(valid.shape, dtype=torch.float32, device=keys.device)
-    for first in range(0, valid.shape[1], _BLOCK):
-        cosines = directions[:, first : first + _BLOCK] @ directions.transpose(1, 2)
-        own = place[first : first + _BLOCK, None] == place
-        cosines = cosines.masked_fill_(own | ~valid[:, None], 0.0)
-        newest = torch.where(cosines > alike, place, -1).amax(-1, keepdim=True)
-        cosines = cosines.masked_fill_((place == newest) | ~valid[:, first : first + _BLOCK, None], 0.0)
-        total += cosines.sum(1)
-    mean = (total / count).masked_fill(~valid, torch.finfo(torch.float32).min)
+    slots = valid.shape[1]
+    # Slots count from 1, so that 0 says that none is alike; float32 holds them exactly, and its passes are fast.
+    places = torch.arange(1, slots + 1, dtype=torch.float32, device=keys.device).where(valid, 0.0)[:, None]
+    across = directions.transpose(1, 2).contiguous()
+    # What all tokens have in common gives each the sum of its cosines without the table of pairs.
+    total = (directions @ directions.sum(1)[..., None]).squeeze(-1) - directions.square().sum(-1)
+    for first in range(0, slots, _BLOCK):
+        block = directions[:, first : first + _BLOCK]
+        cosines = block @ across
+        cosines[..., first : first + _BLOCK].diagonal(dim1=1, dim2=2).fill_(-2.0)
+        newest = cosines.gt_(alike).mul_(places).amax(-1).long()
+        at = (newest - 1).clamp_min_(0)
+        their = directions.gather(1, at[..., None].expand_as(block))
+        left_out = (block * their).sum(-1).masked_fill_(newest == 0, 0.0)
+        total.scatter_add_(1, at, -left_out)
+    mean = (total / valid.sum(-1, keepdim=True).clamp_min(1)).masked_fill(~valid, torch.finfo(torch.float32).min)
     return torch.softmax(mean, -1)
