@@ -74,7 +74,7 @@ def gaussian_levels(bits: int) -> Tensor:
     # Made outside of any inference mode: a cached tensor must serve all callers.
     with torch.inference_mode(False):
         ranks = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
-        levels = math.sqrt(3) * torch.special.ndtri(ranks)
+        levels: Tensor = math.sqrt(3) * torch.special.ndtri(ranks)
         # So far out that a normal number beyond it has no probability in float64.
         end = levels.new_tensor([40.0])
         change = torch.inf
