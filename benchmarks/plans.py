@@ -1,9 +1,9 @@
 """A decoded token or a prompt of every preset, or of every pair of a choosing method and a codec, over the model's own.
 
-    python -m benchmarks.plans --out FILE [--plans presets|pairs|"LINE; LINE"] [--contexts 384,8192,32768]
-                               [--prompts 2048,8192] [--shape llama|smollm2|qwen2] [--dtype float32]
-                               [--cache-dtype bfloat16] [--layers 4] [--threads 1] [--clock processor] [--rounds 9]
-                               [--seconds 600]
+    python -m benchmarks.plans --out FILE [--plans presets|pairs|"LINE; LINE"] [--every 8]
+                               [--contexts 384,8192,32768] [--prompts 2048,8192] [--shape llama|smollm2|qwen2]
+                               [--dtype float32] [--cache-dtype bfloat16] [--layers 4] [--threads 1]
+                               [--clock processor] [--rounds 9] [--seconds 600]
 
 Is a plan slower than no plan? transformers' `StaticCache` with sdpa, which writes in place and folds grouped heads, is
 the fastest cache of the model's own; `DynamicCache`, its default, copies everything at each token, and is a row of the
@@ -79,14 +79,15 @@ def presets(context: int) -> Iterator[tuple[str, Callable[[], Plan]]]:
         yield name, partial(Plan.parse, f"{name} @ tokens={int(SHARE * context)}" if chooses else name)
 
 
-def pairs(context: int) -> Iterator[tuple[str, Callable[[], Plan]]]:
-    """Yield each choosing method with each codec, in the arguments that `benchmarks.pairs` gives them."""
-    for method, made in choosers(None).items():
+def pairs(context: int, every: int) -> Iterator[tuple[str, Callable[[], Plan]]]:
+    """Yield each choosing method with each `every`-th codec, in the arguments that `benchmarks.pairs` gives them."""
+    for row, (method, made) in enumerate(choosers(None).items()):
         made = made.replace("tokens=128", f"tokens={int(SHARE * context)}") if isinstance(made, str) else dict(made)
         if isinstance(made, dict) and "tokens" in made:
             made["tokens"] = int(SHARE * context)
-        for codec, encode in codecs().items():
-            yield f"{method} + {codec}", partial(plan_of, made, encode)
+        for column, (codec, encode) in enumerate(codecs().items()):
+            if (row + column) % every == 0:
+                yield f"{method} + {codec}", partial(plan_of, made, encode)
 
 
 def lines(text: str) -> Plans:
@@ -192,7 +193,7 @@ def in_turns(asked: argparse.Namespace, ours: Callable[[], Any], own: Callable[[
 
 def rows(asked: argparse.Namespace, done: set[tuple[str, str, int]]) -> Iterator[dict[str, Any]]:
     """Yield a row for each plan that is not done: its times and ratio, or why it is left out."""
-    named: dict[str, Plans] = {"presets": presets, "pairs": pairs}
+    named: dict[str, Plans] = {"presets": presets, "pairs": partial(pairs, every=asked.every)}
     plans = named.get(asked.plans) or lines(asked.plans)
     end = time.monotonic() + asked.seconds
     for kind, tokens in (
@@ -235,7 +236,7 @@ def place(row: dict[str, Any]) -> tuple[str, str, int]:
 
 def setting(asked: argparse.Namespace) -> dict[str, Any]:
     """Return how plans are measured, and on what."""
-    names = ("plans", "shape", "dtype", "cache_dtype", "layers", "threads", "clock", "rounds")
+    names = ("plans", "every", "shape", "dtype", "cache_dtype", "layers", "threads", "clock", "rounds")
     kernels = library()
     return {name: getattr(asked, name) for name in names} | {
         "cpu": f"{describe(bandwidth=False)['processor']}, kernels {kernels.variant if kernels else 'none'}",
@@ -277,6 +278,7 @@ def main() -> int:
     parser.add_argument("--plans", default="presets", help="presets, pairs, or plans with ';' between them")
     parser.add_argument("--contexts", type=_numbers, default=[384, 8192], help="tokens held when a token is timed")
     parser.add_argument("--prompts", type=_numbers, default=[], help="tokens of prompts that are timed")
+    parser.add_argument("--every", type=int, default=1, help="of each method of a pair only every so many-th codec")
     parser.add_argument("--shape", default="llama", choices=list(SHAPES))
     parser.add_argument("--dtype", default="bfloat16", help="of the model, and of transformers' caches")
     parser.add_argument("--cache-dtype", help="of our caches, where the model computes in float32")
