@@ -94,16 +94,14 @@ class Pairs(Scorer):
         weights = torch.ones_like(received) if held.log_weight is None else held.log_weight.exp()
         # Rounds of merges, each as large as the one before left it: a device would wait for the host at every one.
         gathered = torch.stack([received, weights, free.float(), held.valid.float()]).cpu()
+        mine, counts, can_merge, valid = gathered
+        number = valid.long().cumsum(-1)
+        place = (number - 1) / _GAMMA * (_CACHE / number[..., -1:]).clamp(max=1.0)
+        at = can_merge.flatten().nonzero()[:, 0]
         scores = torch.full(held.positions.shape, _LAST, dtype=torch.float32)
-        for row in range(rows):
-            for head in range(heads):
-                mine, counts, can_merge, valid = gathered[:, row, head]
-                at = can_merge.nonzero()[:, 0]
-                if at.shape[0] < 2:
-                    continue
-                number = valid.long().cumsum(0)
-                place = (number[at] - 1) / _GAMMA * min(1.0, _CACHE / int(number[-1]))
-                scores[row, head, at] = _prices(mine[at], counts[at], place)
+        # All lanes at once: a round takes about as long for one as for many.
+        lane = at // can_merge.shape[-1]
+        scores.view(-1)[at] = _prices(mine.flatten()[at], counts.flatten()[at], place.flatten()[at], lane)
         return send(scores, device)
 
     def flops(self, *, tokens: int, group: int, size: int) -> int:
@@ -111,17 +109,21 @@ class Pairs(Scorer):
         return group * min(self.window, tokens) * tokens * (2 * size + 6) + 24 * tokens
 
 
-def _prices(received: Tensor, weights: Tensor, place: Tensor) -> Tensor:
-    """(n,) float32: the logarithm of the price at which each token goes into the one before it; the first goes last."""
-    attention, counts = received.double(), weights.double()
+def _prices(received: Tensor, weights: Tensor, place: Tensor, lane: Tensor) -> Tensor:
+    """(n,) float32: the logarithm of the price at which each token goes into the one before it; a lane's first, last.
+
+    Args:
+        received: (n,) attention. weights: (n,) tokens that each stands for. place: (n,) how late it stands.
+        lane: (n,) int64, ascending: tokens of one lane alone merge.
+    """
+    attention, counts, place = received.double(), weights.double(), place.double()
     prices = torch.full_like(received, _LAST)
     left = torch.arange(received.shape[0])
-    place = place.double()
     for _ in range(_ROUNDS):
-        price = _of_pairs(attention, counts, place)
-        if not price.numel():
+        price = _of_pairs(attention, counts, place, lane)
+        lower = price < torch.inf
+        if not lower.any():
             return prices
-        lower = torch.ones_like(price, dtype=torch.bool)
         lower[1:] &= price[1:] < price[:-1]
         lower[:-1] &= price[:-1] <= price[1:]
         at = lower.nonzero()[:, 0]
@@ -130,12 +132,13 @@ def _prices(received: Tensor, weights: Tensor, place: Tensor) -> Tensor:
         counts[at] += counts[at + 1]
         stays = torch.ones_like(left, dtype=torch.bool)
         stays[at + 1] = False
-        attention, counts, place, left = attention[stays], counts[stays], place[stays], left[stays]
-    prices[left[1:]] = _of_pairs(attention, counts, place).float()
+        attention, counts, place, lane, left = (each[stays] for each in (attention, counts, place, lane, left))
+    prices[left[1:]] = _of_pairs(attention, counts, place, lane).clamp(max=_LAST).float()
     return prices
 
 
-def _of_pairs(attention: Tensor, counts: Tensor, place: Tensor) -> Tensor:
-    """(n - 1,) the logarithm of each pair's price."""
+def _of_pairs(attention: Tensor, counts: Tensor, place: Tensor, lane: Tensor) -> Tensor:
+    """(n - 1,) the logarithm of each pair's price; infinite where one ends a lane and the other begins the next."""
     both = (attention[:-1] + attention[1:]).clamp_min(1e-30)
-    return both.log() + (counts[:-1] + counts[1:]).log() - place[:-1]
+    price = both.log() + (counts[:-1] + counts[1:]).log() - place[:-1]
+    return price.masked_fill_(lane[:-1] != lane[1:], torch.inf)
