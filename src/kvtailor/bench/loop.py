@@ -15,10 +15,30 @@ from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.measure.kept_prompts import KeptPrompts
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
-from kvtailor.bench.tasks.contract import AllAtOnce, PlanByPlan, Sample, Scored, Task
+from kvtailor.bench.tasks.contract import AllAtOnce, NotANumber, PlanByPlan, Sample, Scored, Task
 from kvtailor.errors import ArgumentError, KvtailorError, suggest
+from kvtailor.presets import FULL
 
 __all__ = ["Calibrations", "Given", "blank_of", "known_together", "records_of", "records_of_sample", "sides_of"]
+
+
+class Calibrations:
+    """Holds what plans were calibrated on against the scored texts, each pair once."""
+
+    def __init__(self) -> None:
+        # The functions themselves are kept: the identity of one that is gone may come again.
+        self._checked: list[tuple[str, object]] = []
+
+    def check(self, contestant: Contestant, sample: Sample) -> None:
+        """Compare a plan with a sample.
+
+        Raises:
+            Fraud: "calibration on the evaluated text".
+        """
+        done = any(plan == contestant.hash and of is sample.scored for plan, of in self._checked)
+        if sample.scored is not None and contestant.calibration and not done:
+            checks.check_calibration(contestant.calibration, sample.scored(), str(sample.text), whole=sample.whole)
+            self._checked.append((contestant.hash, sample.scored))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +52,7 @@ class Given:
         advance: called after each unit of work with the label of what runs.
         known: the finished record of an earlier run that measured exactly this, by the record that would be written but
             for its results; None where there is none. Such a record is given back in place of measuring again.
+        calibrations: what plans were calibrated on, as far as it has been held against the texts.
     """
 
     subject: Subject
@@ -39,18 +60,19 @@ class Given:
     blank: Callable[[Contestant], Record]
     advance: Callable[[str], None]
     known: Callable[[Record], Record | None] = lambda blank: None
+    calibrations: Calibrations = field(default_factory=Calibrations)
 
 
 def records_of(task: Task, given: Given) -> Iterator[Record]:
     """Yield the records of all plans, sample by sample. A plan that fails gives a record with `error`.
 
     Raises:
-        KvtailorError: the task itself cannot be done, or it gives a metric that it does not declare.
-        Fraud: a sanity check failed.
+        KvtailorError: the task itself cannot be done, it gives a metric that it does not declare, or NaN or infinity
+            came out for 'full'.
+        Fraud: a sanity check failed that is not of one plan alone.
     """
-    calibrations, failed = Calibrations(), dict[str, str]()
+    failed = dict[str, str]()
     for sample in task.samples(given.subject, given.contestants):
-        calibrations.check(given.contestants, sample)
         yield from records_of_sample(task, sample, given, sides_of(task, given.contestants), failed)
 
 
@@ -132,13 +154,13 @@ def _of_one(task: PlanByPlan, sample: Sample, given: Given, cell: _Cell, failed:
     kept = _kept_of(given)
     kept.begin_record()
     try:
+        given.calibrations.check(cell.contestant, sample)
         scored = task.score(given.subject, cell.contestant, sample, cell.advance)
-    except Fraud:
-        raise
+        _check_numbers(scored)
     except (KvtailorError, ValueError) as error:
-        failed[cell.contestant.hash] = str(error)
+        failed[cell.contestant.hash] = _of_plan(error, cell)
         cell.finish()
-        return replace(cell.blank, error=str(error))
+        return replace(cell.blank, error=failed[cell.contestant.hash])
     cell.finish()
     found = _filled(task, cell.blank, scored, time.perf_counter() - begin)
     return replace(found, **kept.told(cell.contestant.plan))
@@ -147,11 +169,22 @@ def _of_one(task: PlanByPlan, sample: Sample, given: Given, cell: _Cell, failed:
 def _all_at_once(task: AllAtOnce, sample: Sample, given: Given, cells: Sequence[_Cell]) -> Iterator[Record]:
     known = known_together(task, [cell.known for cell in cells])
     turns = _Turns({cell.contestant.hash: cell for cell in cells}, cells[0].blank.machine if cells else {})
-    missing = [cell.contestant for cell, record in zip(cells, known, strict=True) if record is None]
+    missing = []
+    for cell, record in zip(cells, known, strict=True):
+        if record is None:
+            with turns.own_errors(cell.contestant):
+                given.calibrations.check(cell.contestant, sample)
+                missing.append(cell.contestant)
     begin, kept = time.perf_counter(), _kept_of(given)
     kept.begin_record()
-    scored = task.score_all(given.subject, missing, sample, turns) if missing else {}
+    try:
+        scored = task.score_all(given.subject, missing, sample, turns) if missing else {}
+    except NotANumber as error:
+        raise _of_reference(error, cells[0].blank, FULL) from error
     wall = time.perf_counter() - begin
+    for plan, each in scored.items():
+        with turns.own_errors(turns.cells[plan].contestant):
+            _check_numbers(each)
     for cell, record in zip(cells, known, strict=True):
         cell.finish()
         if record is not None:
@@ -204,38 +237,62 @@ class _Turns:
 
     @contextmanager
     def __call__(self, contestant: Contestant) -> Iterator[bool]:
-        try:
+        with self.own_errors(contestant):
             yield self.live(contestant)
-        except Fraud:
-            raise
-        except (KvtailorError, ValueError) as error:
-            self.errors[contestant.hash] = str(error)
         self.cells[contestant.hash].advance()
+
+    @contextmanager
+    def own_errors(self, contestant: Contestant) -> Iterator[None]:
+        """While it is open, an error is the plan's own, if it can be."""
+        try:
+            yield
+        except (KvtailorError, ValueError) as error:
+            self.errors[contestant.hash] = _of_plan(error, self.cells[contestant.hash])
 
     def live(self, contestant: Contestant) -> bool:
         return contestant.hash not in self.errors
 
 
-class Calibrations:
-    """Holds what plans were calibrated on against the scored texts, each pair once."""
+def _of_plan(error: KvtailorError | ValueError, cell: _Cell) -> str:
+    """Return the error that a plan's record has; raise one that is not the plan's alone.
 
-    def __init__(self) -> None:
-        # The functions themselves are kept: the identity of one that is gone may come again.
-        self._checked: list[tuple[str, object]] = []
+    Raises:
+        Fraud: it is one of those that end a run.
+        KvtailorError: it is of what all plans are compared with.
+    """
+    if isinstance(error, Fraud) and error.name not in checks.OF_ONE_PLAN:
+        raise error
+    if isinstance(error, NotANumber) and (cell.contestant.is_full or cell.contestant.is_own):
+        raise _of_reference(error, cell.blank, cell.contestant.label) from error
+    return str(error)
 
-    def check(self, contestants: Sequence[Contestant], sample: Sample) -> None:
-        """Compare every plan with a sample.
 
-        Raises:
-            Fraud: "calibration on the evaluated text".
-        """
-        if sample.scored is None:
-            return
-        for contestant in contestants:
-            done = any(plan == contestant.hash and of is sample.scored for plan, of in self._checked)
-            if contestant.calibration and not done:
-                self._checked.append((contestant.hash, sample.scored))
-                checks.check_calibration(contestant.calibration, sample.scored(), str(sample.text), whole=sample.whole)
+def _of_reference(error: NotANumber, blank: Record, label: str) -> KvtailorError:
+    """The error that ends a run since there is nothing to compare with."""
+    where = blank.task if blank.text is None else f"{blank.task} on {blank.text}"
+    return KvtailorError(f"{where}, {label}, which every plan is compared with, so that the run ends: {error}")
+
+
+def _check_numbers(scored: Scored) -> None:
+    """Check that all numbers of a plan are numbers, since no record can hold others.
+
+    Raises:
+        NotANumber: with the names of those that are not.
+    """
+    told = {**scored.metrics, **scored.held, "floor_seconds": scored.floor_seconds}
+    lists = {**scored.values, **scored.timings}
+    odd = [name for name, value in [*told.items(), *lists.items()] if not _is_finite(value)]
+    if odd:
+        raise NotANumber(f"NaN or infinity came out as {', '.join(dict.fromkeys(odd))}")
+
+
+def _is_finite(value: object) -> bool:
+    """Whether no float within a value is NaN or infinite."""
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _filled(task: Task, blank: Record, scored: Scored, wall: float) -> Record:
@@ -257,11 +314,6 @@ def _filled(task: Task, blank: Record, scored: Scored, wall: float) -> Record:
         raise KvtailorError(
             f"the task {task.name!r} gives {', '.join(without)} without the values that they are declared "
             f"to be the mean of ({', '.join(means[name] for name in without)}): add them to `Scored.values`"
-        )
-    odd = [name for name, value in scored.metrics.items() if value is not None and not math.isfinite(value)]
-    if odd:
-        raise KvtailorError(
-            f"the task {task.name!r} gives NaN or infinity as {', '.join(odd)}: give None for what is not"
         )
     return replace(
         blank,

@@ -149,6 +149,7 @@ class _Samples:
     subject: Subject
     made: int = 0
     kept: OrderedDict[int, Sample] = field(default_factory=OrderedDict)
+    calibrations: Calibrations = field(default_factory=Calibrations)
     source: Iterator[Sample] | None = None
 
     def at(self, index: int) -> Sample:
@@ -174,16 +175,12 @@ _JOBS: OrderedDict[str, _Samples] = OrderedDict()
 def describe_samples(job: SharedJob) -> tuple[list[Sample], KvtailorError | None]:
     """Return the samples of a job without what scoring needs; runs in a worker: making them, mostly tokens, is dear.
 
-    Each is compared with what the plans were calibrated on.
-
     Returns:
         The samples, and what went wrong with the one behind them: a `Fraud`, `Refused` or `Undone`.
     """
     found: list[Sample] = []
-    calibrations = Calibrations()
     try:
         for sample in job.task.samples(_subject(job.model), job.contestants):
-            calibrations.check(job.contestants, sample)
             found.append(replace(sample, data=None, scored=None, whole=None))
     except (KvtailorError, ImportError) as error:
         return found, _told(error)
@@ -238,6 +235,7 @@ def _records(samples: _Samples, cell: CellRequest) -> Iterator[Record]:
         contestants=job.contestants,
         blank=lambda contestant: replace(cell.blanks[contestant.hash], machine=here),
         advance=lambda label: None,
+        calibrations=samples.calibrations,
     )
     by_hash = {each.hash: each for each in (OWN, *job.contestants)}
     if isinstance(task, PlanByPlan):

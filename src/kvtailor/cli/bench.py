@@ -183,15 +183,20 @@ def command(ctx: click.Context, /, **options: Any) -> None:
                 # One process writes; what it knows from before it tells the others.
                 options["out"], sinks = None, Sinks([])
             if options["suite"]:
-                found = _suite(options, subject, console, spread, sinks)
+                found, failed = _suite(options, subject, console, spread, sinks)
             else:
                 texts = [text_name(text) for text in options["texts"]] or ["generated"]
                 wanted = list(settings_of(tasks, values, texts, subject))
-                found = _one_run(options, wanted, subject, console, spread, sinks)
+                found, failed = _one_run(options, wanted, subject, console, spread, sinks)
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     if options["as_json"]:
         click.echo(json.dumps(found, ensure_ascii=False, allow_nan=False))
+    if failed:
+        plans = ", ".join(dict.fromkeys(each.label for each in failed))
+        count = "1 record has" if len(failed) == 1 else f"{len(failed)} records have"
+        say(f"{count} an error in place of numbers ({plans}): exit code 1", err=True)
+        ctx.exit(1)
 
 
 check_flags(command)
@@ -249,7 +254,8 @@ def _one_run(
     console: Console,
     spread: dict[str, Any],
     sinks: Sinks,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[Record]]:
+    """Measure plans; return what `--json` says, and the records of what failed."""
     from kvtailor.bench.build import make_task
     from kvtailor.bench.progress import watch, works_of
     from kvtailor.bench.report import summarise
@@ -281,12 +287,13 @@ def _one_run(
     _pages(options["out"], margins, options["without"])
     _picture(summary, options["out"])
     show(summary, _terminal())
-    return summary.as_dict()
+    return summary.as_dict(), [record for record in records if record.error is not None]
 
 
 def _suite(
     options: dict[str, Any], subject: Subject, console: Console, spread: dict[str, Any], sinks: Sinks
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[Record]]:
+    """Run a suite; return as `_one_run` does. What the suite was known to lack before it began has not failed."""
     from rich.markup import escape
 
     from kvtailor.bench.progress import watch, works_of
@@ -345,13 +352,14 @@ def _suite(
     _terminal().print(f"\n[bold]{escape(summary.advice.sentence or summary.headline)}[/]")
     if pages is not None:
         show_suite(pages, _terminal())
-    return {
+    told = {
         "suite": suite.name,
         "headline": summary.headline,
         "missing": list(prepared.missing),
         "unavailable": list(prepared.unavailable),
         "pages": asdict(pages) if pages is not None else None,
     }
+    return told, prepared.failed(records)
 
 
 def _by_reason(sentences: Sequence[str]) -> list[str]:

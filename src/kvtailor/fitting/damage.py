@@ -24,7 +24,7 @@ from torch import Tensor
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.cache_fields import weigh
 from kvtailor.bench.subject import Subject
-from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored, hash_of
+from kvtailor.bench.tasks.contract import NotANumber, PlanByPlan, Sample, Scored, hash_of
 from kvtailor.bench.tasks.settings import Metric
 from kvtailor.errors import KvtailorError
 from kvtailor.fitting.pieces import TEXT, Piece
@@ -149,7 +149,7 @@ def _compare(reference: Tensor, logits: Sequence[Tensor], targets: Tensor) -> _L
         targets: (t,) int64.
 
     Raises:
-        KvtailorError: a log-probability is not a number.
+        NotANumber: a log-probability is not a number.
     """
     apart, told, likeliest = [], [], []
     first = 0
@@ -157,7 +157,7 @@ def _compare(reference: Tensor, logits: Sequence[Tensor], targets: Tensor) -> _L
     for rows in (rows for piece in logits for rows in piece.split(_ROWS)):
         ours = rows.float().log_softmax(-1).cpu()
         if not bool(torch.isfinite(ours).all()):
-            raise KvtailorError("The model gave a log-probability that is not a number.")
+            raise NotANumber("the model gave a log-probability that is not a number")
         whole = reference[first : first + len(rows)]
         apart.append((whole.exp() * (whole - ours)).sum(-1).clamp_min(0).double())
         told.append(ours.gather(1, targets[first : first + len(rows), None])[:, 0].double())

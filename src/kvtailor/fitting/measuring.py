@@ -123,7 +123,8 @@ class Measurer:
         resources: see `bench.runner.run`.
         advance: called after each piece with a label; pieces of the plan 'full', which every call has, are not told.
         finish: called with each record.
-        calibrated: plans that were calibrated on the texts have an error; None: such a plan ends the run.
+        calibrated: what plans were calibrated on is held against all texts, each artefact once, and a plan that was
+            calibrated on them is not run; None: a run holds each plan against the pieces that it measures.
     """
 
     def __init__(

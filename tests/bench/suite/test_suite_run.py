@@ -110,6 +110,8 @@ def test_a_task_that_breaks_off_is_told_and_the_others_go_on(small, tmp_path, te
     broken = [r for r in records if r.task == "perplexity" and str(text) in r.asked]
     assert len(broken) == 3 and all("longer text" in r.error or r.missing for r in broken)
     assert all(r.error is None for r in records if r.task == "needle")
+    failed = prepare(small, dummy(), data=tmp_path).failed(records)
+    assert failed == [r for r in broken if not r.missing] != [], "c4, telepathy and tomorrow were known to be missing"
 
 
 def test_a_fraud_stops_the_run(small, tmp_path):

@@ -52,7 +52,7 @@ def identity(fraud):
 def whole_budget(fraud):
     caches = {"one": DummyCache(keep=20), "one_whole": DummyCache(keep=150 if fraud else None)}
     whole = {"full": (), "one": ("one whole",)}
-    bench(caches, plans=[contestant("one")], whole=whole.__getitem__)
+    return bench(caches, plans=[contestant("one")], whole=whole.__getitem__)
 
 
 def repeated_data(fraud):
@@ -65,7 +65,7 @@ def repeated_text(fraud):
 
 def calibration(fraud):
     made = Calibrated.on(TEXT if fraud else OTHER, name="ranks.safetensors", model="dummy", text_name="wikitext:test")
-    bench({"one": DummyCache(keep=20)}, plans=[replace(contestant("one"), calibration=(made,))])
+    return bench({"one": DummyCache(keep=20)}, plans=[replace(contestant("one"), calibration=(made,))])
 
 
 def two_names(fraud):

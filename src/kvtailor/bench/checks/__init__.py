@@ -14,6 +14,7 @@ from kvtailor.bench.checks.fraud import (
     CHECKS,
     MAY_BE_ALLOWED,
     MEANINGS,
+    OF_ONE_PLAN,
     Finding,
     Fraud,
     allowances,
@@ -36,6 +37,7 @@ from kvtailor.bench.schema import Record
 __all__ = [
     "MAY_BE_ALLOWED",
     "MEANINGS",
+    "OF_ONE_PLAN",
     "CHECKS",
     "Finding",
     "Fraud",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvtailor.bench.schema import Record
 from kvtailor.errors import KvtailorError, UnknownName
 
-__all__ = ["MAY_BE_ALLOWED", "MEANINGS", "CHECKS", "Finding", "Fraud", "allowances", "is_allowance"]
+__all__ = ["CHECKS", "MAY_BE_ALLOWED", "MEANINGS", "OF_ONE_PLAN", "Finding", "Fraud", "allowances", "is_allowance"]
 
 MEANINGS = {
     "shared prefill": "a cache that was filled from a kept prompt is not what it is when it reads the prompt itself",
@@ -37,6 +37,9 @@ CHECKS: tuple[str, ...] = tuple(MEANINGS)
 
 # The others are touched while a task runs: what comes after them would not mean anything.
 MAY_BE_ALLOWED: tuple[str, ...] = CHECKS[CHECKS.index("same results on other data") :]
+
+OF_ONE_PLAN = ("whole budget", "calibration on the evaluated text", "untouched cache")
+"""Those that discredit one plan alone where they fail while a task runs: its record has an error, the run goes on."""
 
 _ALLOWANCE = "Allowed by the user: "
 

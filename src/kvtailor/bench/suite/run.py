@@ -54,6 +54,11 @@ class Prepared:
         """How many records come, and how often `advance` is going to be called at most."""
         return plan_run(self.jobs)
 
+    def failed(self, records: Sequence[Record]) -> list[Record]:
+        """Those that have an error, though their task and their plan were to be had."""
+        there = {(job.asked, each.hash) for job in self.jobs if job.task is not None for each in job.there}
+        return [each for each in records if each.error is not None and (each.asked, each.plan_hash) in there]
+
     def run(self, **options: Any) -> list[Record]:
         """The records; `options` are those of `runner.run`, which raises the same errors.
 

@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from kvtailor.bench.tasks.settings import Declared, Metric, Shown, declared_of, value_faults
-from kvtailor.errors import ArgumentError
+from kvtailor.errors import ArgumentError, KvtailorError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvtailor.bench.contestant import Contestant
     from kvtailor.bench.subject import Subject
 
-__all__ = ["AllAtOnce", "Demand", "PlanByPlan", "Sample", "Scored", "Task", "Turns", "hash_of"]
+__all__ = ["AllAtOnce", "Demand", "NotANumber", "PlanByPlan", "Sample", "Scored", "Task", "Turns", "hash_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +94,13 @@ class Demand:
     prompts: Mapping[int, int]
     following: int = 0
     decoded: int = 0
+
+
+class NotANumber(KvtailorError):
+    """Something that a plan gave on a sample is NaN or infinite.
+
+    It is the plan's error like any other, but of 'full', which all plans are compared with, it ends the run.
+    """
 
 
 class Turns(Protocol):
@@ -263,8 +270,9 @@ class PlanByPlan(Task):
             advance: to be called after each step, see `Sample.steps`.
 
         Raises:
-            Fraud: a sanity check failed, and the run ends.
-            KvtailorError, ValueError: this plan cannot be scored. Its record says so, and the others go on.
+            Fraud: a sanity check failed: of this plan alone, see `checks.OF_ONE_PLAN`, or the run ends.
+            KvtailorError, ValueError: this plan cannot be scored. Its record says so, and the others go on. Of 'full' a
+                `NotANumber` ends the run.
         """
 
     def recall(self, contestant: Contestant, sample: Sample, values: Mapping[str, Sequence[float]]) -> None:
@@ -299,7 +307,8 @@ class AllAtOnce(Task):
             turns: around each piece of work of one plan.
 
         Raises:
-            Fraud: a sanity check failed, and the run ends.
+            Fraud: a sanity check failed outside of a plan's turn, or is not of one plan alone, and the run ends.
+            NotANumber: outside of a plan's turn, of 'full'.
             KvtailorError: no plan can be scored.
         """
 

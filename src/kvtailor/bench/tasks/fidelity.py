@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.cache_fields import weigh
 from kvtailor.bench.measure.statistics import calibration_error, quantile
-from kvtailor.bench.tasks.contract import AllAtOnce, Sample, Scored, Turns, hash_of
+from kvtailor.bench.tasks.contract import AllAtOnce, NotANumber, Sample, Scored, Turns, hash_of
 from kvtailor.bench.tasks.perplexity import Perplexity, Window, origin_notes, scored_pieces, whole_budgets
 from kvtailor.bench.tasks.settings import (
     CONTEXT,
@@ -208,7 +208,7 @@ class Fidelity(AllAtOnce):
         windows, full, whole = sample.data
         if full is None:
             raise KvtailorError("asked for fidelity without the plan 'full', which all is compared to: add it")
-        notes = {contestant.hash: whole.check(contestant) for contestant in contestants}
+        notes: dict[str, tuple[str, ...]] = {}
         found = {contestant.hash: _Found() for contestant in contestants}
         for window in windows:
             reference = _run(subject, full, window)
@@ -217,6 +217,8 @@ class Fidelity(AllAtOnce):
             for contestant in contestants:
                 with turns(contestant) as live:
                     if live:
+                        if contestant.hash not in notes:
+                            notes[contestant.hash] = whole.check(contestant)
                         ours = reference if contestant is full else _run(subject, contestant, window)
                         _add(found[contestant.hash], reference, ours, window.targets)
                         mine = text if contestant is full else _greedy(subject, contestant, window, decoded)
@@ -296,7 +298,10 @@ def _run(subject: Subject, contestant: Contestant, window: Window) -> _Run:
         else:
             with queries_of(cache) as queries:
                 rows.append(subject.forward(window.targets[None, :-1], cache)[0][0])
-    return _Run(torch.cat(rows).float().cpu().log_softmax(-1), held, queries, weight)
+    scores = torch.cat(rows).float().cpu().log_softmax(-1)
+    if bool(scores.isnan().any()):
+        raise NotANumber("the model gave a log-probability that is not a number")
+    return _Run(scores, held, queries, weight)
 
 
 def _greedy(subject: Subject, contestant: Contestant, window: Window, tokens: int) -> list[int]:

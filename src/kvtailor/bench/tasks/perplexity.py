@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvtailor.bench.contestant import OWN_ROUNDED, Contestant
 from kvtailor.bench.measure.cache_fields import weigh
-from kvtailor.bench.tasks.contract import Demand, PlanByPlan, Sample, Scored, hash_of
+from kvtailor.bench.tasks.contract import Demand, NotANumber, PlanByPlan, Sample, Scored, hash_of
 from kvtailor.bench.tasks.settings import (
     CONTEXT,
     CONTINUATION,
@@ -235,7 +235,7 @@ class Perplexity(PlanByPlan):
             tried += () if said is None else (said,)
         nll = tuple(-float(s.mean()) for s, _ in scored)
         if not all(math.isfinite(x) for x in nll):
-            raise KvtailorError("The model gave a log-probability that is not a number.")
+            raise NotANumber("the model gave a log-probability that is not a number")
         heaviest = max((w for _, w in scored), key=lambda w: w.get("bytes_held", 0))
         if contestant.is_full:
             shared.rounding = self._rounding(subject, contestant, windows[0], scored[0][0])
@@ -257,7 +257,7 @@ class Perplexity(PlanByPlan):
             tokens_scored=sum(int(w.targets.numel()) for w in windows),
             metrics={
                 "nll": fmean(nll),
-                "perplexity": math.exp(fmean(nll)),
+                "perplexity": _exp(fmean(nll)),
                 "bits_per_byte": _bits_per_byte([-float(s.sum()) for s, _ in scored], [w.bytes for w in windows]),
                 "distinct_8grams": shared.distinct,
             },
@@ -347,7 +347,7 @@ class Perplexity(PlanByPlan):
 
         flat, stock = ([scores for scores, _ in each] for each in (ours, own))
         if any(bool(each.isnan().any()) for each in stock):
-            raise KvtailorError(subject.not_a_number(f"of {self.source}"))
+            raise NotANumber(subject.not_a_number(f"of {self.source}"))
 
         def reference(chosen: Sequence[int]) -> ReferenceScores:
             some = [windows[index] for index in chosen]
@@ -395,6 +395,14 @@ def score_window(
     weight = weigh(cache)
     scores = fed_scores(subject, logits[0, -1:], cache, targets, chunk)
     return scores, weight if chunk is None else weigh(cache)
+
+
+def _exp(nats: float) -> float:
+    """Of what no float can hold infinity, which no record takes."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
 
 
 def _bits_per_byte(nats: Sequence[float], sizes: Sequence[int | None]) -> float | None:
