@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
+from typing import Any
 
 from kvtailor.bench.report.page import HeatMap, Maps, Plan, Point, question
 from kvtailor.bench.report.points import Series, base, series_of
@@ -32,6 +33,8 @@ __all__ = [
     "budgets",
     "by_layer",
     "every_task",
+    "heaviest",
+    "losses_by_bytes",
     "needles",
     "questions",
     "times",
@@ -101,9 +104,11 @@ def questions(drawn: Drawn, measures: Sequence[Measure]) -> list[Chart]:
         if full.plan_hash in measure.scores:
             unit = {NATS: NATS, POINTS: "points of right answers"}.get(measure.difference_unit, "of the score")
             axis = f"{NATS} over full" if unit == NATS else f"{unit} lost"
-            found.append(_question(drawn, f"{measure.task}: {measure.name}", axis, unit, _losses(drawn, measure)))
-    found.append(_question(drawn, "fidelity: KL(full || plan)", f"KL, {NATS}", NATS, _divergences(drawn)))
-    return [each for each in found if each is not None]
+            found.append((f"{measure.task}: {measure.name}", axis, unit, _losses(drawn, measure)))
+    found.append(("fidelity: KL(full || plan)", f"KL, {NATS}", NATS, _divergences(drawn)))
+    whole = drawn.number(full)
+    asked = [losses_by_bytes(*each, drawn.by_key, whole=whole) for each in found]
+    return [each for each in asked if each is not None]
 
 
 def _losses(drawn: Drawn, measure: Measure) -> Iterator[tuple[Point, Sequence[str]]]:
@@ -123,18 +128,37 @@ def _divergences(drawn: Drawn) -> Iterator[tuple[Point, Sequence[str]]]:
             yield Point(drawn.number(row), record.bytes_held, share, row.kl, None, None), [record.key]
 
 
-def _question(
-    drawn: Drawn, name: str, axis: str, unit: str, found: Iterator[tuple[Point, Sequence[str]]]
+def losses_by_bytes(
+    name: str,
+    axis: str,
+    unit: str,
+    found: Iterable[tuple[Point, Sequence[str]]],
+    records: Mapping[str, Record],
+    **more: Any,
 ) -> Chart | None:
-    """The question with the bytes of the uncompressed cache, which all plans were weighed against."""
+    """Return a question of the large chart, with the uncompressed cache that all plans were weighed against.
+
+    Args:
+        name, axis, unit: see `page.question`.
+        found: what each plan held and lost, and the keys of the records behind it.
+        records: by key.
+        more: see `page.question`.
+
+    Returns:
+        None where no plan has bytes and a loss.
+    """
     finite = [(point, keys) for point, keys in found if all(e is None or math.isfinite(e) for e in point[3:])]
-    weighed = [drawn.by_key[key] for _, keys in finite for key in keys if key in drawn.by_key]
-    heaviest = max(weighed, key=lambda record: record.bytes_full or 0, default=None)
-    if heaviest is None or not heaviest.bytes_full:
+    weighed = heaviest([key for _, keys in finite for key in keys], records)
+    if weighed is None or not weighed.bytes_full:
         return None
-    whole = next((drawn.number(row) for row in drawn.rows if row.is_full), None)
     points = [point for point, _ in finite]
-    return question(name, axis, unit, heaviest.bytes_full, points, whole=whole, tokens=heaviest.tokens_seen)
+    return question(name, axis, unit, weighed.bytes_full, points, tokens=weighed.tokens_seen, **more)
+
+
+def heaviest(keys: Sequence[str], records: Mapping[str, Record]) -> Record | None:
+    """Return of some records, by their keys, the one with the most uncompressed bytes; None without any."""
+    there = [records[key] for key in keys if key in records]
+    return max(there, key=lambda record: record.bytes_full or 0, default=None)
 
 
 def _chart(kind: str, title: str, x: str, y: str, marks: Sequence[object], note: str = "", **more: object) -> Chart:

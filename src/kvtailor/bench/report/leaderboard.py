@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvtailor.bench.report.charts import heaviest, losses_by_bytes
 from kvtailor.bench.report.page import (
     DASH,
     Block,
@@ -22,7 +23,6 @@ from kvtailor.bench.report.page import (
     Text,
     Texts,
     colour,
-    question,
     render,
 )
 from kvtailor.bench.report.suite.ranking import FEWER, LEADS, LEVEL, WORSE, Place, RankedColumn, RankedScore, Ranking
@@ -275,32 +275,25 @@ def _question(
         records: by key.
     """
     by = (-1 if column.higher else 1) * (100 if column.hits else 1)
-    points, full, tokens, written = [], 0, None, {}
+    found, written = [], {}
     for place in model.ranking.places:
         score = place.scores.get(column.label)
-        heaviest = _heaviest(score, records)
-        if score is None or heaviest is None or not heaviest.bytes_held or not heaviest.bytes_full:
+        record = None if score is None else heaviest(score.keys, records)
+        if score is None or record is None or not record.bytes_held or not record.bytes_full:
             continue
-        if heaviest.bytes_full > full:
-            full, tokens = heaviest.bytes_full, heaviest.tokens_seen
         loss = score.difference.map(lambda each: by * each)
-        share = heaviest.bytes_held / heaviest.bytes_full
-        points.append(Point(numbers[place.plan_hash], heaviest.bytes_held, share, loss.value, loss.low, loss.high))
-        written[numbers[place.plan_hash]] = place.plan
-    if not points:
-        return None
+        share = record.bytes_held / record.bytes_full
+        point = Point(numbers[place.plan_hash], record.bytes_held, share, loss.value, loss.low, loss.high)
+        found.append((point, score.keys))
+        written[point.number] = place.plan
     unit = "points of right answers" if column.hits else "nats per token"
     axis = f"{unit} lost" if column.hits else f"{unit} over full"
-    held = model.ranking.last.held_in
-    own = {"plans": written, "full_text": f"{byte_text(full)} in {held}"} if model.name else {}
+    own = {"plans": written} if model.name else {}
     whole = numbers[model.ranking.full.plan_hash]
-    return question(column.label + model.on, axis, unit, full, points, whole=whole, tokens=tokens, **own)
-
-
-def _heaviest(score: RankedScore | None, records: Mapping[str, Record]) -> Record | None:
-    """Of the records behind a score the one with the most uncompressed bytes; None without any."""
-    held = [records[key] for key in score.keys if key in records] if score is not None else []
-    return max(held, key=lambda record: record.bytes_full or 0, default=None)
+    asked = losses_by_bytes(column.label + model.on, axis, unit, found, records, whole=whole, **own)
+    if asked is not None and model.name:
+        asked["full_text"] = f"{asked['full_text']} in {model.ranking.last.held_in}"
+    return asked
 
 
 def _labels(models: Sequence[_Model]) -> list[str]:
@@ -314,7 +307,7 @@ def _uncompressed(models: Sequence[_Model], records: Mapping[str, Record]) -> Ta
     rows = []
     for model in models:
         last, full = model.ranking.last, model.ranking.full
-        every = [_heaviest(score, records) for score in full.scores.values()]
+        every = [heaviest(score.keys, records) for score in full.scores.values()]
         longest = max(
             (each for each in every if each is not None), key=lambda each: each.tokens_seen or 0, default=None
         )

@@ -266,7 +266,7 @@ def _about_time(records: Sequence[Record]) -> Iterator[str]:
     timed = [r for r in tried if r.timings]
     runs = len({r.run for r in timed})
     if runs > 1:
-        yield "Times of different runs are not compared: no ratio where 'full' was not timed in the same run."
+        yield "Times of different runs are not compared: no ratio where the 'full' that is shown is of another run."
     busy = [r.label for r in tried if not r.timings]
     if busy:
         whom = "any plan" if not timed else ", ".join(busy)
