@@ -48,15 +48,10 @@ if TYPE_CHECKING:
 __all__ = [
     "CacheSize",
     "cache_size",
-    "carried_bytes",
-    "evidence_bytes",
     "forecast_size",
-    "keeps_queries",
     "known_size",
     "largest_fitting",
     "largest_tokens",
-    "reasons_of",
-    "tier_bytes",
 ]
 
 # Tokens and rows whose bytes no number here outgrows.
@@ -256,7 +251,7 @@ def forecast_size(
     stages["state"] = Bounds.exactly(states * batch)
     moved = NOTHING
     if plan.store.moves and units:
-        moved, stages["store"] = tier_bytes(plan, units, held, batch)
+        moved, stages["store"] = _tier_bytes(plan, units, held, batch)
         stages["encode"] += moved
     total = whole.total + summed((observed, counted, carried, stages["window"], stages["state"], moved))
     total += stages.get("store", NOTHING)
@@ -279,7 +274,7 @@ def forecast_size(
         uncut=sum(waiting)
         if plan.evicts and plan.scope == "prompt" or needs.reconstruction
         else max(waiting, default=0),
-        reasons=() if total.exact else reasons_of(plan, evictions, whole, stages),
+        reasons=() if total.exact else _reasons_of(plan, evictions, whole, stages),
     )
 
 
@@ -468,8 +463,8 @@ def _remembered(
     for index, shape, (tokens, longest) in every:
         of_layers = {"rows": rows, "element_size": element_size, "context": context, "new_tokens": new_tokens}
         readers = len(geometry.readers.get(index, ()))
-        observed.append(evidence_bytes(plan, shape, readers=readers, **of_layers))
-        each = carried_bytes(plan.attend, shape, held=tokens, longest=longest, **of_layers)
+        observed.append(_evidence_bytes(plan, shape, readers=readers, **of_layers))
+        each = _carried_bytes(plan.attend, shape, held=tokens, longest=longest, **of_layers)
         # What other layers of the model read of this one may take the place of its own index.
         carried.append(Bounds(0, each[0].high * (1 + readers)) if readers else each[0])
         counted.append(each[1])
@@ -563,12 +558,12 @@ def _stand_in(plan: Plan, geometry: Geometry) -> Mapping[str, Tensor] | None:
     return found or None
 
 
-def keeps_queries(plan: Plan) -> bool:
+def _keeps_queries(plan: Plan) -> bool:
     """Return whether queries stay once a token was decoded, because a later eviction or encoding may need them."""
     return plan.slack_tokens is not None or plan.encode.needs.window > 0
 
 
-def evidence_bytes(
+def _evidence_bytes(
     plan: Plan, shape: LayerShape, *, rows: int, element_size: int, context: int, new_tokens: int, readers: int
 ) -> Bounds:
     """Return the bytes of one layer's evidence, without the mass and the scores of single tokens (`observe`).
@@ -586,7 +581,7 @@ def evidence_bytes(
     found = NOTHING
     queries, size = rows * shape.q_heads, shape.query_size
     # A prompt of a single token counts as a decoded one; a prompt that is repeated is evicted from once.
-    if (new_tokens == 0 and context > 1 and needs.reconstruction is None) or keeps_queries(plan):
+    if (new_tokens == 0 and context > 1 and needs.reconstruction is None) or _keeps_queries(plan):
         if needs.window:
             window = min(needs.window, context + new_tokens)
             each = window * (queries * size * element_size + 8)
@@ -600,7 +595,7 @@ def evidence_bytes(
     return found
 
 
-def carried_bytes(
+def _carried_bytes(
     attend: Attention,
     shape: LayerShape,
     *,
@@ -643,7 +638,7 @@ def carried_bytes(
 _HEADER = 8192
 
 
-def tier_bytes(plan: Plan, units: Sequence[Unit], held: Sequence[Holding], rows: int) -> tuple[Bounds, Bounds]:
+def _tier_bytes(plan: Plan, units: Sequence[Unit], held: Sequence[Holding], rows: int) -> tuple[Bounds, Bounds]:
     """Return what comes on top of the segments on their tier, and the bytes of copies on the device.
 
     Args:
@@ -670,7 +665,9 @@ def tier_bytes(plan: Plan, units: Sequence[Unit], held: Sequence[Holding], rows:
     return Bounds(least, files * _HEADER + padding), Bounds(0, min(copies, sum(most)) + padding)
 
 
-def reasons_of(plan: Plan, evictions: Evictions | None, held: Holding, stages: Mapping[str, Bounds]) -> tuple[str, ...]:
+def _reasons_of(
+    plan: Plan, evictions: Evictions | None, held: Holding, stages: Mapping[str, Bounds]
+) -> tuple[str, ...]:
     """Return what depends on the text, a sentence each.
 
     Args:
