@@ -152,6 +152,15 @@ constexpr int64_t OF_CUT = sizeof(CutQuery) / sizeof(float);
 constexpr int64_t OF_CUT = 0;
 #endif
 
+// Whether queries for runs of tokens are made of those for all runs of a block: see Shares.
+bool shares_steps([[maybe_unused]] const Side& keys) {
+#if defined(SHORT_PRODUCTS)
+  return keys.kind == CHANNEL_CODES && keys.group < BLOCK;
+#else
+  return false;
+#endif
+}
+
 // So many floats or more, which fill whole lines of a cache.
 int64_t lines(int64_t floats) { return (floats + 15) / 16 * 16; }
 
@@ -211,13 +220,16 @@ struct Tables {
 
   int64_t each() const { return before_offset() + (call.offset ? lines(room_of(*call.offset, call.rows)) : 0); }
 
+  // Of a row's queries as whole numbers, those for a run of tokens and those for a block.
+  int64_t cuts() const { return shares_steps(keys) ? 2 : 1; }
+
   // Scaled queries, the same times scales, their sums; logits; hidden columns; decoded tokens; scales.
   int64_t before_magnitudes() const {
     const int64_t queries = call.rows * (all_keys + wide_keys) + padded(call.rows), logits = (call.rows + call.queries) * BLOCK;
     const int64_t of_keys = 4 * wide_keys + (1 + groups_of(keys)) * BLOCK + W, of_values = 2 * (BLOCK * groups_of(values) + W);
     const int64_t shorts = coarse_map ? TILE * (padded_to_chunks(keys.size) / 2 + 1) : 0;
     const int64_t turned = BLOCK * angles + TILE * wide_turned + shorts;
-    return of_nibbles(nibble_keys, keys) + of_nibbles(nibble_values, values) + (cut_keys ? call.rows * OF_CUT : 0) +
+    return of_nibbles(nibble_keys, keys) + of_nibbles(nibble_values, values) + (cut_keys ? cuts() * call.rows * OF_CUT : 0) +
            lines(queries + logits + (TILE + OF_DECODING) * widest() + of_keys + of_values + W + turned);
   }
 
@@ -301,7 +313,7 @@ struct Piece {
   APART Piece(const Call& call, const Tables& tables, int64_t lane, float* scratch) : call(call), tables(tables), lane(lane) {
     key_nibbles = scratch, value_nibbles = key_nibbles + of_nibbles(tables.nibble_keys, tables.keys);
     cut = value_nibbles + of_nibbles(tables.nibble_values, tables.values);
-    query = cut + (tables.cut_keys ? rows * OF_CUT : 0);
+    query = cut + (tables.cut_keys ? tables.cuts() * rows * OF_CUT : 0);
     folded = query + rows * tables.all_keys, sums_at = folded + rows * tables.wide_keys;
     logits_at = sums_at + padded(rows), hidden = logits_at + rows * BLOCK, tile = hidden + call.queries * BLOCK;
     scales = tile + TILE * tables.widest(), key_scales = scales + OF_DECODING * tables.widest();
@@ -429,8 +441,16 @@ struct Piece {
     return (const char*)side.data + lane * side.lane_bytes + first * side.slot_bytes;
   }
 
+  // What follows, `further` numbers behind, is asked for: a block has too few scales for a core to see by itself how it goes on.
+  static void widen_table(const Side& side, const void* table, int64_t at, int64_t size, float* to, int64_t further) {
+    const int64_t each = side.scales == FLOAT32 ? 4 : 2;
+    const char* from = (const char*)table + at * each;
+    ask_scales(from + further * each, size * each);
+    widen(side.scales, from, size, to);
+  }
+
   static void widen_table(const Side& side, const void* table, int64_t at, int64_t size, float* to) {
-    widen(side.scales, (const char*)table + at * (side.scales == FLOAT32 ? 4 : 2), size, to);
+    widen_table(side, table, at, size, to, size);
   }
 
   // Whether any of the block's tokens is seen; `hidden` then is what their logits are to be raised by. Slots past those of
@@ -577,16 +597,43 @@ struct Piece {
     return sum(added);
   }
 
+#if defined(SHORT_PRODUCTS)
+  // Queries times the greatest steps of a block's runs.
+  void share(int64_t first, int64_t count, Shares& shares) const {
+    const Side& keys = tables.keys;
+    shares.begin(keys.size);
+    for (int64_t run = first / keys.group; run * keys.group < first + count; run++) {
+      // At once those of the next block: all of this one's are read here.
+      widen_table(keys, keys.step, (lane * keys.runs + run) * keys.size, keys.size, key_scales, count / keys.group * keys.size);
+      shares.see(key_scales, keys.size);
+    }
+    shares.end(keys.size);
+    for (int64_t r = 0; r < rows; r++)
+      cut_query(rows + r).fill_times(query + r * tables.wide_keys, shares.greatest, shares.greatest, keys.size, keys.bits);
+  }
+#endif
+
   // Scales of a run of tokens go into the queries, minima into what is added to its logits.
   APART void logits_by_run(int64_t first, int64_t count) const {
     const Side& keys = tables.keys;
     float *step = key_scales, *low = step + tables.wide_keys;
+#if defined(SHORT_PRODUCTS)
+    Shares shares;
+    const bool shared = tables.cut_keys && shares_steps(keys);
+    if (shared) share(first, count, shares);
+#endif
     for (int64_t t = first; t < first + count;) {
       const int64_t run = t / keys.group, end = (run + 1) * keys.group < first + count ? (run + 1) * keys.group : first + count;
       const int64_t at = (lane * keys.runs + run) * keys.size;
       table_of_run(keys.step, at, step);
       table_of_run(keys.low, at, low);
-      for (int64_t r = 0; r < rows; r++) sums_at[r] = fold(r, step, low);
+#if defined(SHORT_PRODUCTS)
+      if (shared) shares.fill(step, keys.size, keys.bits);
+      for (int64_t r = 0; r < rows && shared; r++)
+        sums_at[r] = shares.times(cut_query(rows + r), query + r * tables.wide_keys, low, keys.size, cut_query(r));
+      if (!shared)
+#endif
+        for (int64_t r = 0; r < rows; r++) sums_at[r] = fold(r, step, low);
       float* to = logits_at + (t - first);
       products_of_codes(folded, t, end - t, to);
       for (int64_t r = 0; r < rows; r++)

@@ -200,7 +200,11 @@ void sums_of_rows(const float* weights, const float* step, const float* low, con
     if (low) of_group(low, groups, i, count, lows);
     for (int r = 0; r < R; r++) {
       Weights whole;
+#if defined(__AVX512F__)
       whole.fill(weights + r * BLOCK, steps, low ? lows : nullptr, zero, count);
+#else
+      fill_rows<1>(&whole, 1, weights + r * BLOCK, BLOCK, steps, low ? lows : nullptr, zero, count);
+#endif
       all_of[r * groups + i].fill(whole, count);
     }
   }

@@ -7,7 +7,7 @@
 #include "integers.h"
 #elif defined(BYTE_PRODUCTS)
 #include "dot_products.h"
-#elif defined(INTEGER_PRODUCTS)
+#elif defined(SHORT_PRODUCTS)
 #include "short_products.h"
 #endif
 

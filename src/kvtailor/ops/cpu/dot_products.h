@@ -136,7 +136,7 @@ APART void short_level_sums(const float* weights, int64_t apart, const char* cod
   for (int64_t first = 0; first < count; first += SHORT_RUN, codes += SHORT_RUN * stride) {
     Weights all_of[R];
     const int64_t some = count - first < SHORT_RUN ? count - first : SHORT_RUN;
-    for (int r = 0; r < R; r++) all_of[r].fill(weights + r * apart + first, scales.step + first, nullptr, 0, some, ROOM);
+    fill_rows<R>(all_of, 1, weights + first, apart, scales.step + first, nullptr, 0, some, ROOM);
     for (int64_t c = 0; c < size / 2; c += PART)
       for (int kind = 0; kind < 2; kind++) {
         int32x4_t sum_of[R][4]{};

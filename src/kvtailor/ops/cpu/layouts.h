@@ -196,7 +196,9 @@ static inline void by_token(const Side& side, const uint8_t* codes, int64_t plac
                                                          int64_t count, float* to) {
   const int64_t groups = groups_of(side), at = (lane * slots + first) * groups;
   if (side.kind != BLOCK_LEVELS) {
-    widen(side.scales, (const char*)side.step + at * (side.scales == FLOAT32 ? 4 : 2), count, to);
+    const int64_t each = side.scales == FLOAT32 ? 4 : 2;
+    ask_scales((const char*)side.step + (at + count) * each, count * each);
+    widen(side.scales, (const char*)side.step + at * each, count, to);
     return;
   }
   const Blocks& blocks = *(const Blocks*)side.low;

@@ -36,61 +36,152 @@ struct CutQuery {
     store(even, _mm256_permute2x128_si256(a, b, 0x20)), store(odd, _mm256_permute2x128_si256(a, b, 0x31));
   }
 
+  // Numbers in the order of their channels.
+  static void put(const int16_t* natural, int64_t size, int64_t bits, int16_t* to) {
+    const int64_t kinds = 8 / bits, bytes = size / kinds;
+    for (int64_t c = 0; c < bytes; c += sizeof(U), to += kinds * 16)
+      for (int64_t kind = 0; kind < kinds; kind++, to += 16) part(natural + kind * bytes + c, to, to + kinds * 16);
+  }
+
   void cut(const float* query, int64_t size, int64_t bits, Scaled by) {
     alignas(32) int16_t natural[MOST_SHORT];
     shorten_to(query, size, by.up, natural);
-    const int64_t kinds = 8 / bits, bytes = size / kinds;
-    for (int64_t c = 0; c < bytes; c += sizeof(U))
-      for (int64_t kind = 0; kind < kinds; kind++) {
-        int16_t* to = numbers + c * kinds + kind * 16;
-        part(natural + kind * bytes + c, to, to + kinds * 16);
-      }
+    put(natural, size, bits, numbers);
     scale = by.back;
+  }
+
+  friend struct Shares;
+};
+
+// What the steps of a run of tokens are of the greatest ones of all runs of a block, in 16 bits, in the order of a query:
+// queries become whole numbers times the greatest steps once for the block, and these times the shares for each run.
+struct Shares {
+  float greatest[MOST_SHORT], up[MOST_SHORT];
+  alignas(32) int16_t numbers[MOST_SHORT];
+
+  void begin(int64_t size) {
+    for (int64_t c = 0; c < size; c += W) store(greatest + c, F{});
+  }
+
+  // Steps of one more run.
+  void see(const float* step, int64_t size) {
+    for (int64_t c = 0; c < size; c += W) store(greatest + c, largest_bits(load<I>(greatest + c), load<F>(step + c)));
+  }
+
+  void end(int64_t size) {
+    for (int64_t c = 0; c < size; c += W) {
+      const F most = load<F>(greatest + c);
+      store(up + c, most > 0.f ? 32767.f / most : F{});
+    }
+  }
+
+  void fill(const float* step, int64_t size, int64_t bits) {
+    alignas(32) int16_t natural[MOST_SHORT];
+    for (int64_t c = 0; c < size; c += 2 * W)
+      store_shorts(natural + c, rounded(load<F>(step + c) * load<F>(up + c)), rounded(load<F>(step + c + W) * load<F>(up + c + W)));
+    CutQuery::put(natural, size, bits, numbers);
+  }
+
+  // Makes a query that has the greatest steps one of the run. Gives the sum of the query as it was times the minima.
+  float times(const CutQuery& whole, const float* query, const float* low, int64_t size, CutQuery& to) const {
+    F lows{}, others{};
+    for (int64_t c = 0; c < size; c += 2 * W) {
+      store(to.numbers + c, _mm256_mulhrs_epi16(load<__m256i>(whole.numbers + c), load<__m256i>(numbers + c)));
+      lows += load<F>(query + c) * load<F>(low + c), others += load<F>(query + c + W) * load<F>(low + c + W);
+    }
+    to.scale = whole.scale * (32768.f / 32767.f);
+    return sum(lows + others);
   }
 };
 
-// Of R rows with W / R tokens; tokens past `count` repeat the last. `to` has BLOCK floats for each row.
+// Adds to each lane two products of 16-bit codes with the same numbers, for T tokens. By name: GCC 12 adds products to one
+// another before it adds them to sums, and puts most of them on the stack until then.
+template <int T> INLINE inline void add_pairs_of(I* sum_of, const __m256i* codes, const int16_t* numbers) {
+  const __m256i read = load<__m256i>(numbers);
+  if constexpr (T == 1) {
+    __m256i product;
+    asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0"
+        : "+x"(*sum_of), "=&x"(product)
+        : "m"(*(const int16_t(*)[16])numbers), "x"(*codes));
+  } else if constexpr (T == 2) {
+    __m256i factor, product;
+    asm("vmovdqu %4, %2\n\tvpmaddwd %2, %5, %3\n\tvpaddd %3, %0, %0\n\tvpmaddwd %2, %6, %2\n\tvpaddd %2, %1, %1"
+        : "+x"(sum_of[0]), "+x"(sum_of[1]), "=&x"(factor), "=&x"(product)
+        : "m"(*(const int16_t(*)[16])numbers), "x"(codes[0]), "x"(codes[1]));
+  } else {
+    each_below<T>([&](auto i) INLINE {
+      __m256i product;
+      asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum_of[i]), "=&x"(product) : "x"(read), "x"(codes[i]));
+    });
+  }
+}
+
+// Of R rows with W / R tokens, row by row; tokens past the last repeat it.
 template <int BITS, int R>
-inline void products_of_words(const CutQuery* asked, int64_t bytes, const char* codes, int64_t stride, int64_t count, float* to) {
+INLINE inline I products_of_words(const CutQuery* asked, int64_t bytes, const char* codes, int64_t stride, const char* last) {
   constexpr int T = W / R, N = 16 / BITS;
   constexpr uint32_t MASK = (1u << BITS) - 1;
   const char* token[T];
-  I sum_of[W];
-  UNROLLED for (int i = 0; i < T; i++) token[i] = codes + (i < count ? i : count - 1) * stride;
-  UNROLLED for (int i = 0; i < W; i++) sum_of[i] = I{};
-  for (int64_t c = 0, at = 0; c < bytes; c += sizeof(U), at += N * 16) {
-    U words[T];
-    UNROLLED for (int i = 0; i < T; i++) words[i] = load<U>(token[i] + c), soon(token[i] + c);
-    UNROLLED for (int k = 0; k < N; k++) {
+  I sum_of[W]{};
+  each_below<T>([&](auto i) INLINE { token[i] = codes + i * stride < last ? codes + i * stride : last; });
+  const int16_t* query = asked->numbers;
+  for (int64_t c = 0; c < bytes; c += sizeof(U), query += N * 16) {
+    __m256i words[T];
+    each_below<T>([&](auto i) INLINE { words[i] = load<__m256i>(token[i] + c); });
+    each_below<N>([&](auto k) INLINE {
       __m256i mine[T];
-      UNROLLED for (int i = 0; i < T; i++)
-        mine[i] = _mm256_and_si256(_mm256_srli_epi16((__m256i)words[i], k * BITS), _mm256_set1_epi32((int32_t)(MASK | MASK << 16)));
-      UNROLLED for (int r = 0; r < R; r++) {
-        const __m256i query = load<__m256i>(asked[r].numbers + at + k * 16);
-        UNROLLED for (int i = 0; i < T; i++) sum_of[r * T + i] += (I)_mm256_madd_epi16(mine[i], query);
-      }
-    }
+      each_below<T>([&](auto i) INLINE {
+        mine[i] = _mm256_srli_epi16(words[i], k * BITS);
+        if constexpr (k + 1 < N) mine[i] = _mm256_and_si256(mine[i], _mm256_set1_epi32((int32_t)(MASK | MASK << 16)));
+      });
+      each_below<R>([&](auto r) INLINE { add_pairs_of<T>(sum_of + r * T, mine, query + r * (int64_t)(sizeof(CutQuery) / 2) + k * 16); });
+    });
   }
-  F scale;
-  UNROLLED for (int i = 0; i < W; i++) scale[i] = asked[i / T].scale;
-  float all_of[W];
-  store(all_of, __builtin_convertvector(sums(sum_of), F) * scale);
-  store_rows<R>(to, BLOCK, all_of, count);
+  return sums(sum_of);
+}
+
+// R vectors of R rows' numbers for W / R tokens each, as R rows of W tokens.
+template <int R, class V> INLINE inline void in_order(const V* from, V* to) {
+  if constexpr (R == 1) to[0] = from[0];
+  if constexpr (R == 2) {
+    const __m256i a = (__m256i)from[0], b = (__m256i)from[1];
+    to[0] = (V)_mm256_permute2x128_si256(a, b, 0x20), to[1] = (V)_mm256_permute2x128_si256(a, b, 0x31);
+  }
+  if constexpr (R == 4) {
+    const __m256i a = (__m256i)from[0], b = (__m256i)from[1], c = (__m256i)from[2], d = (__m256i)from[3];
+    const __m256i even = _mm256_unpacklo_epi64(a, b), odd = _mm256_unpackhi_epi64(a, b);
+    const __m256i more = _mm256_unpacklo_epi64(c, d), last = _mm256_unpackhi_epi64(c, d);
+    to[0] = (V)_mm256_permute2x128_si256(even, more, 0x20), to[1] = (V)_mm256_permute2x128_si256(odd, last, 0x20);
+    to[2] = (V)_mm256_permute2x128_si256(even, more, 0x31), to[3] = (V)_mm256_permute2x128_si256(odd, last, 0x31);
+  }
+}
+
+// Of R rows with `count` tokens.
+template <int BITS, int R>
+APART void products_of_rows(const CutQuery* asked, int64_t bytes, const char* codes, int64_t stride, int64_t count, float* to) {
+  constexpr int T = W / R;
+  const char* last = codes + (count - 1) * stride;
+  for (int64_t t = 0; t < count; t += W) {
+    I found[R], rows[R];
+    // Here, since GCC takes what is asked in a function that only gives a value for nothing.
+    for (int64_t c = 0; c < W * stride; c += 64) soon(codes + c);
+    for (int64_t i = 0; i < R; i++, codes += T * stride) found[i] = products_of_words<BITS, R>(asked, bytes, codes, stride, last);
+    in_order<R>(found, rows);
+    float all_of[R * W];
+    UNROLLED for (int r = 0; r < R; r++) store(all_of + r * W, __builtin_convertvector(rows[r], F) * asked[r].scale);
+    store_rows<R, W>(to + t, BLOCK, all_of, count - t);
+  }
 }
 
 // Products of the rows' queries with `count` tokens from `codes` on; `to` has BLOCK floats for each row.
-APART void products_in_integers(const CutQuery* asked, int64_t rows, const Side& side, const char* codes, int64_t count,
+inline void products_in_integers(const CutQuery* asked, int64_t rows, const Side& side, const char* codes, int64_t count,
                                  float* to) {
   const int64_t bytes = side.size * side.bits / 8, stride = side.slot_bytes;
   in_rows(rows, [&](auto some, int64_t r) {
     constexpr int R = decltype(some)::ROWS;
-    for (int64_t t = 0; t < count; t += W / R) {
-      const char* from = codes + t * stride;
-      float* at = to + r * BLOCK + t;
-      if (side.bits == 2) products_of_words<2, R>(asked + r, bytes, from, stride, count - t, at);
-      else if (side.bits == 4) products_of_words<4, R>(asked + r, bytes, from, stride, count - t, at);
-      else products_of_words<8, R>(asked + r, bytes, from, stride, count - t, at);
-    }
+    if (side.bits == 2) products_of_rows<2, R>(asked + r, bytes, codes, stride, count, to + r * BLOCK);
+    else if (side.bits == 4) products_of_rows<4, R>(asked + r, bytes, codes, stride, count, to + r * BLOCK);
+    else products_of_rows<8, R>(asked + r, bytes, codes, stride, count, to + r * BLOCK);
   });
 }
 
@@ -111,13 +202,35 @@ struct ByteTables {
   }
 };
 
-inline __m256i four_bits(const char* from, int64_t kind) {
-  const __m256i bytes = load<__m256i>(from);
+inline __m256i four_bits(__m256i bytes, int64_t kind) {
   return _mm256_and_si256(kind ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));
 }
 
-// Products of R rows with codes of 4 bits that stand for levels, W / R tokens at a time; queries in the order of their
-// channels. A token's scale is left to the caller.
+// As `products_of_words`; queries stand in the order in which levels are picked, MOST_SHORT numbers from one another.
+template <int R>
+INLINE inline F level_products_of(const int16_t* asked, const ByteTables& table, int64_t bytes, const char* codes, int64_t stride,
+                                  const char* last) {
+  constexpr int T = W / R;
+  const char* token[T];
+  I sum_of[W]{};
+  each_below<T>([&](auto i) INLINE { token[i] = codes + i * stride < last ? codes + i * stride : last; });
+  for (int64_t c = 0; c < bytes; c += sizeof(U))
+    each_below<2>([&](auto kind) INLINE {
+      const int16_t* query = asked + kind * bytes + c;
+      __m256i a[T], b[T];
+      each_below<T>([&](auto i) INLINE { table.pick(four_bits(load<__m256i>(token[i] + c), kind), a[i], b[i]); });
+      each_below<R>([&](auto r) INLINE {
+        add_pairs_of<T>(sum_of + r * T, a, query + r * MOST_SHORT), add_pairs_of<T>(sum_of + r * T, b, query + r * MOST_SHORT + 16);
+      });
+    });
+  // As floats, since all lanes together may be more than 32 bits hold.
+  F found[W];
+  each_below<W>([&](auto i) INLINE { found[i] = __builtin_convertvector(sum_of[i], F); });
+  return sums(found);
+}
+
+// Products of R rows with codes of 4 bits that stand for levels; queries in the order of their channels. A token's scale
+// is left to the caller.
 template <int R>
 APART void short_level_products(Rows rows, const char* codes, int64_t stride, int64_t count, const Scales& scales, float* to,
                                 int64_t apart) {
@@ -137,56 +250,44 @@ APART void short_level_products(Rows rows, const char* codes, int64_t stride, in
     }
     scale[r] = unit * by.back;
   }
-  for (int64_t first = 0; first < count; first += T) {
-    const char* token[T];
-    I sum_of[W];
-    UNROLLED for (int i = 0; i < T; i++) token[i] = codes + (first + i < count ? first + i : count - 1) * stride;
-    UNROLLED for (int i = 0; i < W; i++) sum_of[i] = I{};
-    for (int64_t c = 0; c < bytes; c += 32) {
-      UNROLLED for (int i = 0; i < T; i++) soon(token[i] + c);
-      for (int64_t kind = 0; kind < 2; kind++) {
-        __m256i a[T], b[T];
-        UNROLLED for (int i = 0; i < T; i++) table.pick(four_bits(token[i] + c, kind), a[i], b[i]);
-        UNROLLED for (int r = 0; r < R; r++) {
-          const int16_t* query = asked[r] + kind * bytes + c;
-          UNROLLED for (int i = 0; i < T; i++)
-            sum_of[r * T + i] += (I)_mm256_madd_epi16(a[i], load<__m256i>(query)) + (I)_mm256_madd_epi16(b[i], load<__m256i>(query + 16));
-        }
-      }
-    }
-    float all_of[W];
-    // As floats, since all lanes together may be more than 32 bits hold.
-    F found[W];
-    UNROLLED for (int i = 0; i < W; i++) found[i] = __builtin_convertvector(sum_of[i], F);
-    F by;
-    UNROLLED for (int i = 0; i < W; i++) by[i] = scale[i / T];
-    store(all_of, sums(found) * by);
-    store_rows<R>(to + first, apart, all_of, count - first);
+  const char* last = codes + (count - 1) * stride;
+  for (int64_t first = 0; first < count; first += W) {
+    F found[R], in_rows[R];
+    for (int64_t c = 0; c < W * stride; c += 64) soon(codes + c);
+    for (int64_t i = 0; i < R; i++, codes += T * stride) found[i] = level_products_of<R>(asked[0], table, bytes, codes, stride, last);
+    in_order<R>(found, in_rows);
+    float all_of[R * W];
+    UNROLLED for (int r = 0; r < R; r++) store(all_of + r * W, in_rows[r] * scale[r]);
+    store_rows<R, W>(to + first, apart, all_of, count - first);
   }
 }
 
 // Adds levels times weights of 16 bits, which have the tokens' scales, for 16 PARTS of the 32 channels of a vector.
-template <int R, int PARTS>
+template <int R, int PARTS, int KIND, int FIRST>
 inline void level_sums_of(const Weights* all_of, const ByteTables& table, const char* codes, int64_t stride, int64_t count,
-                          int64_t kind, int part, bool asks, const char*& next, float unit, float* out, int64_t size) {
+                          const char*& next, float unit, float* out, int64_t size) {
   I sum_of[R][2 * PARTS];
-  UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int i = 0; i < 2 * PARTS; i++) sum_of[r][i] = I{};
-  for (int64_t t = 0; t < count; t += 2, codes += 2 * stride) {
-    __m256i a[2], b[2];
-    if (asks) ask<64>(next);
-    table.pick(four_bits(codes, kind), a[0], a[1]), table.pick(four_bits(t + 1 < count ? codes + stride : codes, kind), b[0], b[1]);
-    UNROLLED for (int i = 0; i < PARTS; i++) {
-      const __m256i mine = PARTS == 2 ? a[i] : part ? a[1] : a[0], other = PARTS == 2 ? b[i] : part ? b[1] : b[0];
-      const __m256i low = _mm256_unpacklo_epi16(mine, other), high = _mm256_unpackhi_epi16(mine, other);
-      UNROLLED for (int r = 0; r < R; r++)
+  each_below<2 * R * PARTS>([&](auto i) INLINE { sum_of[i / (2 * PARTS)][i % (2 * PARTS)] = I{}; });
+  // The first of the passes over a vector asks for all of them.
+  by_pairs<KIND == 0 && FIRST == 0 ? 64 : 0>(codes, stride, count, next, [&](int64_t t, __m256i a, __m256i b) INLINE {
+    each_below<PARTS>([&](auto i) INLINE {
+      // Levels of two tokens side by side.
+      __m256i low, high;
+      table.pick(four_bits(FIRST + i ? _mm256_unpackhi_epi8(a, b) : _mm256_unpacklo_epi8(a, b), KIND), low, high);
+      each_below<R>([&](auto r) INLINE {
         add_pairs(sum_of[r][2 * i], low, all_of[r].of_tokens + t), add_pairs(sum_of[r][2 * i + 1], high, all_of[r].of_tokens + t);
-    }
-  }
-  for (int r = 0; r < R; r++)
-    UNROLLED for (int i = 0; i < 2 * PARTS; i++)
-      for (int half = 0; half < 2; half++)
-        for (int j = 0; j < 4; j++)
-          out[r * size + 16 * half + 8 * part + 4 * i + j] += (float)sum_of[r][i][4 * half + j] * (all_of[r].scale * unit);
+      });
+    });
+  });
+  each_below<2 * R * PARTS>([&](auto i) INLINE {
+    constexpr int r = i / (2 * PARTS), part = i % (2 * PARTS);
+    const F found = __builtin_convertvector(sum_of[r][part], F) * (all_of[r].scale * unit);
+    each_below<2>([&](auto half) INLINE {
+      typedef float Half __attribute__((vector_size(16)));
+      float* to = out + r * size + 16 * half + 8 * FIRST + 4 * part;
+      store(to, load<Half>(to) + (Half)_mm256_extractf128_ps((__m256)found, half));
+    });
+  });
 }
 
 // The same for all channels, in their order.
@@ -201,11 +302,11 @@ APART void short_level_sums(const float* weights, int64_t apart, const char* cod
   for (int64_t first = 0; first < count; first += SHORT_RUN, codes += SHORT_RUN * stride) {
     Weights all_of[R];
     const int64_t some = count - first < SHORT_RUN ? count - first : SHORT_RUN;
-    for (int r = 0; r < R; r++) all_of[r].fill(weights + r * apart + first, scales.step + first, nullptr, 0, some, ROOM);
+    fill_rows<R>(all_of, 1, weights + first, apart, scales.step + first, nullptr, 0, some, ROOM);
     for (int64_t c = 0; c < size / 2; c += 32)
-      for (int64_t kind = 0; kind < 2; kind++)
-        UNROLLED for (int part = 0; part < 3 - PARTS; part++)
-          level_sums_of<R, PARTS>(all_of, table, codes + c, stride, some, kind, part, kind == 0 && part == 0, next, unit,
-                                  out + kind * (size / 2) + c, size);
+      each_below<2 * (3 - PARTS)>([&](auto i) INLINE {
+        constexpr int KIND = i / (3 - PARTS), FIRST = i % (3 - PARTS);
+        level_sums_of<R, PARTS, KIND, FIRST>(all_of, table, codes + c, stride, some, next, unit, out + KIND * (size / 2) + c, size);
+      });
   }
 }

@@ -129,7 +129,10 @@ template <class V> inline void add_pairs(V& sum, __m512i codes, const void* numb
 }
 #elif defined(__AVX2__)
 inline void add_pairs(I& sum, __m256i codes, const void* numbers) {
-  sum += (I)_mm256_madd_epi16(codes, _mm256_set1_epi32(load<int32_t>(numbers)));
+  __m256i product;
+  asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0"
+      : "+x"(sum), "=&x"(product)
+      : "x"(_mm256_set1_epi32(load<int32_t>(numbers))), "x"(codes));
 }
 #endif
 
@@ -139,23 +142,13 @@ struct Weights {
   alignas(64) int16_t of_tokens[BLOCK];
   float scale, base;  // a sum of codes times `scale`, plus `base`, is the sum of values
 
-  // `step` and `low` by token; low null: codes are symmetric around `zero`, from which rounding is counted in any case.
-  // Numbers add up to at most `room`.
+#if defined(__AVX512F__)
+  // As `fill_rows`.
   APART void fill(const float* weights, const float* step, const float* low, float zero, int64_t count,
                   float room = 1e9f) {
     float stepped[BLOCK];
     F top{}, total{}, lows{};
     int64_t t = 0;
-#if !defined(__AVX512F__)
-    // Whole vectors need no mask.
-    for (; t + W <= count; t += W) {
-      const F weight = load<F>(weights + t), x = weight * load<F>(step + t);
-      store(stepped + t, x);
-      top = larger(x, top), total += x;
-      if (low) lows += weight * load<F>(low + t);
-    }
-    if (low) lows += total * zero;
-#endif
     for (; t < count; t += W) {
       const I inside = numbered() < (int32_t)(count - t);
       const F weight = load<F>(weights + t), x = inside ? weight * load<F>(step + t) : F{};
@@ -166,24 +159,66 @@ struct Weights {
     const float high = highest(top), whole = sum(total), least = whole / room * (float)MOST_CUT;
     const float most = high > least ? high : least, up = high > 0 ? (float)MOST_CUT / most : 0.f;
     U numbers{};
-#if defined(__AVX512F__)
     for (t = 0; t < count; t += W) {
       const I mine = rounded(load<F>(stepped + t) * up);
       store_shorts(of_tokens + t, mine);
       numbers += (U)mine;
     }
-#else
-    if ((count - 1) / W % 2 == 0) store(stepped + (count + W - 1) / W * W, F{});
-    for (t = 0; t < count; t += 2 * W) {
-      const I mine = rounded(load<F>(stepped + t) * up), other = rounded(load<F>(stepped + t + W) * up);
-      store_shorts(of_tokens + t, mine, other);
-      numbers += (U)mine + (U)other;
-    }
-#endif
     scale = most / (float)MOST_CUT + (whole - whole);
     base = sum(lows) - zero * scale * sum(__builtin_convertvector((I)numbers, F));
   }
+#endif
 };
+
+// Of R rows, whose numbers stand `apart` from one another and become `of[r * every]`. `step` and `low` by token; low null:
+// codes are symmetric around `zero`, from which rounding is counted in any case. Numbers of a row add up to at most `room`.
+#if !defined(__AVX512F__)
+template <int R>
+APART void fill_rows(Weights* of, int64_t every, const float* weights, int64_t apart, const float* step, const float* low,
+                     float zero, int64_t count, float room = 1e9f) {
+  float stepped[R][BLOCK];
+  F top[R], total[W]{}, lows[W]{};
+  I numbers[R];
+  each_below<R>([&](auto r) INLINE { top[r] = F{}, numbers[r] = I{}; });
+  const auto take = [&](int64_t t, auto whole) INLINE {
+    const I inside = numbered() < (int32_t)(count - t);
+    F steps = load<F>(step + t), least = low ? load<F>(low + t) : F{};
+    if (!whole) steps = inside ? steps : F{}, least = inside ? least : F{};
+    each_below<R>([&](auto r) INLINE {
+      F weight = load<F>(weights + r * apart + t);
+      if (!whole) weight = inside ? weight : F{};
+      const F x = weight * steps;
+      store(stepped[r] + t, x);
+      top[r] = larger(x, top[r]), total[r] += x, lows[r] += weight * least;
+    });
+  };
+  int64_t t = 0;
+  for (; t + W <= count; t += W) take(t, Number<1>());
+  if (t < count) take(t, Number<0>()), t += W;
+  // Vectors are taken by two below.
+  if (t % (2 * W)) each_below<R>([&](auto r) INLINE { store(stepped[r] + t, F{}); });
+  const F wholes = sums(total), all_lows = sums(lows);
+  float up[R];
+  UNROLLED for (int r = 0; r < R; r++) {
+    const float high = highest(top[r]), least = wholes[r] / room * (float)MOST_CUT, most = high > least ? high : least;
+    up[r] = high > 0 ? (float)MOST_CUT / most : 0.f;
+    of[r * every].scale = most / (float)MOST_CUT + (wholes[r] - wholes[r]);
+  }
+  for (t = 0; t < count; t += 2 * W)
+    each_below<R>([&](auto r) INLINE {
+      const I mine = rounded(load<F>(stepped[r] + t) * up[r]), other = rounded(load<F>(stepped[r] + t + W) * up[r]);
+      store_shorts(of[r * every].of_tokens + t, mine, other);
+      numbers[r] += mine + other;
+    });
+  F counted[W]{};
+  each_below<R>([&](auto r) INLINE { counted[r] = __builtin_convertvector(numbers[r], F); });
+  const F all_numbers = sums(counted);
+  UNROLLED for (int r = 0; r < R; r++) {
+    const float rounding = (low ? wholes[r] : 0.f) - of[r * every].scale * all_numbers[r];
+    of[r * every].base = all_lows[r] + zero * rounding;
+  }
+}
+#endif
 
 // Whole numbers in place of levels: those of E2M1 twice as large, those of a bell as they stand behind the levels (see
 // padded_levels in gaussian.py).
@@ -256,6 +291,22 @@ APART void of_group(const float* from, int64_t groups, int64_t group, int64_t co
 }
 
 #if defined(__AVX2__)
+#if !defined(__AVX512F__)
+// Calls `each` with a vector of words of two tokens at a time, of the last with itself where it is alone, and asks for as
+// many bytes for each two.
+template <int BYTES, class Each>
+INLINE inline void by_pairs(const char* codes, int64_t stride, int64_t count, const char*& next, Each each) {
+  int64_t t = 0;
+  for (; t + 4 <= count; t += 4, codes += 4 * stride) {
+    ask<2 * BYTES>(next);
+    each(t, load<__m256i>(codes), load<__m256i>(codes + stride));
+    each(t + 2, load<__m256i>(codes + 2 * stride), load<__m256i>(codes + 3 * stride));
+  }
+  for (; t < count; t += 2, codes += 2 * stride)
+    each(t, load<__m256i>(codes), load<__m256i>(t + 1 < count ? codes + stride : codes));
+}
+#endif
+
 // M vectors of the sums that one vector of words gives, of R rows. `words` is what registers hold: two tokens' codes of
 // 16 bits side by side are a word.
 template <class C, int R, int M, int FIRST>
@@ -264,6 +315,7 @@ inline void short_sums_of(const Weights* const* of, const char* codes, int64_t s
   constexpr int HALF = C::N / 2, KINDS = C::KINDS;
   constexpr uint32_t MASK = (1u << C::BITS_OF) - 1;
   I sum_of[R][M];
+#if defined(__AVX512F__)
   UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int i = 0; i < M; i++) sum_of[r][i] = I{};
   for (int64_t t = 0; t < count; t += 2, codes += 2 * stride) {
     const char* other = t + 1 < count ? codes + stride : codes;
@@ -273,12 +325,8 @@ inline void short_sums_of(const Weights* const* of, const char* codes, int64_t s
     UNROLLED for (int i = 0; i < M; i++) {
       const int k = FIRST + i;
       U both = (k < HALF ? low : high) >> (k % HALF * C::BITS_OF);
-#if defined(__AVX512VNNI__)
       if constexpr (C::LEVELS) both = (U)_mm512_permutexvar_epi16((__m512i)both, _mm512_load_si512(levels));
       else both &= MASK | MASK << 16;
-#else
-      both &= MASK | MASK << 16;
-#endif
       UNROLLED for (int r = 0; r < R; r++)
         add_pairs(sum_of[r][i], (Words)both, of[r * KINDS + k % KINDS]->of_tokens + t);
     }
@@ -289,6 +337,28 @@ inline void short_sums_of(const Weights* const* of, const char* codes, int64_t s
       float* to = out + r * size + (FIRST + i) * W;
       store(to, load<F>(to) + (__builtin_convertvector(sum_of[r][i], F) * mine.scale + mine.base));
     }
+#else
+  // Of each half of a word kind after kind, so that vectors that are summed at once share their weights.
+  const auto place = [](int i) constexpr { return i / HALF * HALF + i % 2 * KINDS + i % HALF / 2; };
+  each_below<R * M>([&](auto i) INLINE { sum_of[i / M][i % M] = I{}; });
+  by_pairs<2 * C::BYTES * M / C::N>(codes, stride, count, next, [&](int64_t t, __m256i a, __m256i b) INLINE {
+    const __m256i low = _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
+    const __m256i high = _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xaa);
+    each_below<M>([&](auto i) INLINE {
+      constexpr int k = place(FIRST + i), SHIFT = k % HALF * C::BITS_OF;
+      __m256i both = k < HALF ? low : high;
+      if constexpr (SHIFT > 0) both = _mm256_srli_epi16(both, SHIFT);
+      if constexpr (SHIFT + C::BITS_OF < 16) both = _mm256_and_si256(both, _mm256_set1_epi32((int32_t)(MASK | MASK << 16)));
+      each_below<R>([&](auto r) INLINE { add_pairs(sum_of[r][i], both, of[r * KINDS + k % KINDS]->of_tokens + t); });
+    });
+  });
+  each_below<R * M>([&](auto i) INLINE {
+    constexpr int r = i / M, k = place(FIRST + i % M);
+    const Weights& mine = *of[r * KINDS + k % KINDS];
+    float* to = out + r * size + k * W;
+    store(to, load<F>(to) + (__builtin_convertvector(sum_of[r][i % M], F) * mine.scale + mine.base));
+  });
+#endif
 }
 
 // All of them, as many at once as registers hold.
@@ -308,8 +378,12 @@ void short_sums(const float* weights, int64_t apart, const char* codes, int64_t 
   for (int64_t i = 0; i < scales.groups; i++) {
     of_group(scales.step, scales.groups, i, count, step);
     if (scales.low) of_group(scales.low, scales.groups, i, count, low);
+#if defined(__AVX512F__)
     for (int r = 0; r < R; r++)
       all_of[r * scales.groups + i].fill(weights + r * apart, step, scales.low ? low : nullptr, scales.zero, count);
+#else
+    fill_rows<R>(all_of + i, scales.groups, weights, apart, step, scales.low ? low : nullptr, scales.zero, count);
+#endif
   }
   const char* next = codes + VALUES_AHEAD;
   for (int64_t c = 0, v = 0; c < size; c += C::N * W, v++, codes += C::BYTES) {

@@ -28,6 +28,9 @@ constexpr int W = 4;
 #if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #define BYTE_PRODUCTS
 #endif
+#if defined(INTEGER_PRODUCTS) && !defined(BYTE_PRODUCTS)
+#define SHORT_PRODUCTS
+#endif
 
 typedef float F __attribute__((vector_size(W * 4)));
 typedef int32_t I __attribute__((vector_size(W * 4)));
@@ -148,6 +151,13 @@ static inline void ahead(const void* at) { soon(at), __builtin_prefetch((const c
 template <int BYTES> static inline void ask(const char*& next) {
   UNROLLED for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(next + i, 0, 2);
   next += BYTES;
+}
+
+// Scales of later tokens. Measured on AVX2 alone.
+static inline void ask_scales([[maybe_unused]] const char* from, [[maybe_unused]] int64_t bytes) {
+#if defined(SHORT_PRODUCTS)
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+#endif
 }
 
 // Sums of two vectors' neighbours: those of a, then those of b.
