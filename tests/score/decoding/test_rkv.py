@@ -11,6 +11,7 @@ from tests.support.held_rows import Row, held_of, make_row, row_of
 from torch import Tensor
 
 from kvtailor.plan import Plan
+from kvtailor.score.decoding import rkv
 from kvtailor.score.decoding.rkv import RKV
 from kvtailor.types import Softmax
 
@@ -85,6 +86,27 @@ def test_more_than_a_block_of_tokens() -> None:
     cosines[torch.arange(300)[newest >= 0], newest[newest >= 0]] = 0.0
     # Inside of the window a score is the redundancy alone.
     torch.testing.assert_close(whole[-5:], -0.9 * cosines.mean(0).softmax(-1)[-5:], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("alike", [0.5, -0.2, 0.95])
+@pytest.mark.parametrize(("rows", "pairs", "block"), [(2048, 1 << 18, 128), (50, 1, 7), (1000, 400, 1)])
+def test_the_newest_that_is_alike_is_found_a_few_columns_at_a_time(
+    alike: float, rows: int, pairs: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys with a direction in common, as a model's are, so that most tokens have their answer early; some have not."""
+    for name, value in (("_ROWS", rows), ("_PAIRS", pairs), ("_BLOCK", block)):
+        monkeypatch.setattr(rkv, name, value)
+    generator = torch.Generator().manual_seed(7)
+    keys = torch.randn(3, 131, 5, generator=generator)
+    keys += 2 * torch.randn(3, 1, 5, generator=generator) * (torch.rand(3, 131, 1, generator=generator) < 0.7)
+    valid = torch.ones(3, 131, dtype=torch.bool)
+    valid[1, :9] = valid[2, :100] = False
+    directions = torch.nn.functional.normalize(keys, dim=-1).masked_fill(~valid[..., None], 0.0)
+    cosines = (directions @ directions.transpose(1, 2)).double()
+    got = rkv._newest_alike(directions, valid, alike).tolist()
+    for row, i in valid.nonzero().tolist():
+        found = [j + 1 for j in range(131) if valid[row, j] and j != i and cosines[row, i, j] > alike]
+        assert got[row][i] == max(found, default=0)
 
 
 def test_refuses_what_makes_no_sense_and_acts_while_decoding() -> None:

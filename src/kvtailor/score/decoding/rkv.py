@@ -33,8 +33,9 @@ from kvtailor.types import Held, Needs
 
 __all__ = ["RKV"]
 
-# Keys are compared with all others so many at a time.
+# Keys are compared so many at a time: where the host can look at each answer, with few others first.
 _BLOCK = 128
+_ROWS, _PAIRS = 2048, 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,20 +127,40 @@ def _redundancy(keys: Tensor, valid: Tensor, alike: float) -> Tensor:
     be alone.
     """
     directions = torch.nn.functional.normalize(keys.float(), dim=-1).masked_fill(~valid[..., None], 0.0)
-    slots = valid.shape[1]
-    # Slots count from 1, so that 0 says that none is alike; float32 holds them exactly, and its passes are fast.
-    places = torch.arange(1, slots + 1, dtype=torch.float32, device=keys.device).where(valid, 0.0)[:, None]
-    across = directions.transpose(1, 2).contiguous()
+    newest = _newest_alike(directions, valid, alike)
+    at = (newest - 1).clamp_min(0)
+    their = directions.gather(1, at[..., None].expand_as(directions))
+    left_out = (directions * their).sum(-1).masked_fill_(newest == 0, 0.0)
     # What all tokens have in common gives each the sum of its cosines without the table of pairs.
     total = (directions @ directions.sum(1)[..., None]).squeeze(-1) - directions.square().sum(-1)
-    for first in range(0, slots, _BLOCK):
-        block = directions[:, first : first + _BLOCK]
-        cosines = block @ across
-        cosines[..., first : first + _BLOCK].diagonal(dim1=1, dim2=2).fill_(-2.0)
-        newest = cosines.gt_(alike).mul_(places).amax(-1).long()
-        at = (newest - 1).clamp_min_(0)
-        their = directions.gather(1, at[..., None].expand_as(block))
-        left_out = (block * their).sum(-1).masked_fill_(newest == 0, 0.0)
-        total.scatter_add_(1, at, -left_out)
+    total.scatter_add_(1, at, -left_out)
     mean = (total / valid.sum(-1, keepdim=True).clamp_min(1)).masked_fill(~valid, torch.finfo(torch.float32).min)
     return torch.softmax(mean, -1)
+
+
+def _newest_alike(directions: Tensor, valid: Tensor, alike: float) -> Tensor:
+    """(b, n) int64: the newest other token whose cosine to each is above `alike`, counted from 1; 0 where none is.
+
+    From directions (b, n, d) of length 1, 0 where not `valid` (b, n). A model's keys are mostly alike, so that on a CPU
+    the newest tokens come first, and only tokens without an answer go on. A device would wait for the host each time.
+    """
+    slots, looks = valid.shape[1], directions.device.type == "cpu"
+    slot = torch.arange(slots, device=directions.device)
+    # Float32 holds the numbers of slots exactly, and its passes are fast.
+    places = (slot + 1).to(torch.float32).where(valid, 0.0)[:, None]
+    across = directions.transpose(1, 2).contiguous()
+    newest = torch.zeros(valid.shape, dtype=torch.float32, device=directions.device)
+    for rows in slot.split(_ROWS if looks else _BLOCK):
+        end = slots
+        while end and len(rows):
+            begin = max(0, end - max(_BLOCK, _PAIRS // len(rows))) if looks else 0
+            cosines = (directions[:, rows] @ across[..., begin:end]).masked_fill_(
+                rows[:, None] == slot[begin:end], -2.0
+            )
+            found = cosines.gt_(alike).mul_(places[..., begin:end]).amax(-1)
+            # Of rows of a batch one may have its answer, and an older one than that is none.
+            newest[:, rows] = torch.maximum(newest[:, rows], found)
+            if begin:
+                rows = rows[((newest[:, rows] == 0) & valid[:, rows]).any(0)]
+            end = begin
+    return newest.long()
