@@ -1,4 +1,4 @@
-"""NaN or infinity of one plan is that plan's error and the run goes on; of 'full' it ends the run."""
+"""NaN, infinity or too little memory for one plan is that plan's error; of 'full' NaN ends the run."""
 
 from __future__ import annotations
 
@@ -121,6 +121,27 @@ def test_of_full_it_ends_the_run_in_a_sentence(kind: Any, executor: Any) -> None
 def test_of_the_models_own_cache_too() -> None:
     with pytest.raises(KvtailorError, match=f"odd text, {OWN.label}, which every plan is compared with"):
         go(OddTogether(of=OWN.label))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Large(Odd):
+    """One plan needs more memory than there is."""
+
+    error: type[Exception] = MemoryError
+
+    def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
+        if self._fails(contestant, sample):
+            raise self.error("CUDA out of memory. Tried to allocate 3 GiB.\nMore.") if self.where else self.error()
+        return Scored(samples=1, metrics={"score": 1.0})
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("where", ["metrics", ""])
+def test_a_plan_that_needs_too_much_memory_has_an_error_too(error: type[Exception], where: str) -> None:
+    records = go(Large(error=error, where=where))
+    assert [(r.label, r.error is None) for r in records[3:6]] == [("full", True), ("bad", False), ("good", True)]
+    said = " (CUDA out of memory. Tried to allocate 3 GiB.)" if where else ""
+    assert str(records[4].error).startswith(f"the memory did not suffice{said}: ")
 
 
 def test_a_suite_goes_on_with_its_next_task() -> None:

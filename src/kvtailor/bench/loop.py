@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from kvtailor.bench import checks
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import OWN, Contestant
@@ -20,6 +22,9 @@ from kvtailor.errors import ArgumentError, KvtailorError, suggest
 from kvtailor.presets import FULL
 
 __all__ = ["Calibrations", "Given", "blank_of", "known_together", "records_of", "records_of_sample", "sides_of"]
+
+# What a plan may run into while the others go on.
+_FAILURES = (KvtailorError, ValueError, MemoryError, torch.OutOfMemoryError)
 
 
 class Calibrations:
@@ -157,7 +162,7 @@ def _of_one(task: PlanByPlan, sample: Sample, given: Given, cell: _Cell, failed:
         given.calibrations.check(cell.contestant, sample)
         scored = task.score(given.subject, cell.contestant, sample, cell.advance)
         _check_numbers(scored)
-    except (KvtailorError, ValueError) as error:
+    except _FAILURES as error:
         failed[cell.contestant.hash] = _of_plan(error, cell)
         cell.finish()
         return replace(cell.blank, error=failed[cell.contestant.hash])
@@ -246,14 +251,14 @@ class _Turns:
         """While it is open, an error is the plan's own, if it can be."""
         try:
             yield
-        except (KvtailorError, ValueError) as error:
+        except _FAILURES as error:
             self.errors[contestant.hash] = _of_plan(error, self.cells[contestant.hash])
 
     def live(self, contestant: Contestant) -> bool:
         return contestant.hash not in self.errors
 
 
-def _of_plan(error: KvtailorError | ValueError, cell: _Cell) -> str:
+def _of_plan(error: Exception, cell: _Cell) -> str:
     """Return the error that a plan's record has; raise one that is not the plan's alone.
 
     Raises:
@@ -264,6 +269,9 @@ def _of_plan(error: KvtailorError | ValueError, cell: _Cell) -> str:
         raise error
     if isinstance(error, NotANumber) and (cell.contestant.is_full or cell.contestant.is_own):
         raise _of_reference(error, cell.blank, cell.contestant.label) from error
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        said = str(error).strip().split("\n")[0]
+        return f"the memory did not suffice{f' ({said})' if said else ''}: a shorter context or fewer rows need less"
     return str(error)
 
 
