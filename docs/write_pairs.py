@@ -27,7 +27,7 @@ RECORDS = {
 WIDEST = 2.0
 WHY: dict[str, str] = {
     "by_age": "what has grown old is encoded anew at each token, so each takes the slow path, by scores",
-    "fp8": "no kernel reads it where it lies, so each token takes the slow path, where codes move too",
+    "fp8": "no kernel read it where it lies then, so each token took the slow path, where codes move too",
     "score noncausal + channels": "mended since: each decoded token joined its samples, though no eviction follows",
     "indexed": "it is no code, so nothing waits to be a block: each token takes the slow path, by scores",
 }

@@ -16,11 +16,9 @@ from kvtailor.ops import cpu
 from kvtailor.ops.attention.cpu import sides
 from kvtailor.ops.codes.floats import exponent_scales, levels_of
 from kvtailor.ops.codes.quant import unpack
-from kvtailor.ops.codes.sides import FloatCodes
 from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import Coded, layout_of
 
-ALL = {**LAYOUTS, "fp8": lambda states: FloatCodes.of(states, 16)}
 # C++ has three kinds of plain states, one for each dtype.
 NAMES = {
     CodeKind.WHOLE: "FLOAT32",
@@ -28,6 +26,7 @@ NAMES = {
     CodeKind.CHANNELS: "CHANNEL_CODES",
     CodeKind.LEVELS: "LEVEL_CODES",
     CodeKind.BLOCKS: "BLOCK_LEVELS",
+    CodeKind.FLOATS: "BLOCK_LEVELS",
     CodeKind.POINTS: "GRID_CODES",
     CodeKind.SIGNS: "SIGNED_LEVELS",
     CodeKind.FITTED: "FITTED_LEVELS",
@@ -93,11 +92,11 @@ def check(side: Coded) -> None:
 
 
 @pytest.mark.parametrize("size", [33, 64])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_says_what_codes_stand_for(name: str, size: int) -> None:
     if size % 2 and name == "tokens4x8":
         pytest.skip("groups of 8 channels do not divide 33")
-    side = ALL[name](states_of(7, torch.float32, 3, 37, size)[0])
+    side = LAYOUTS[name](states_of(7, torch.float32, 3, 37, size)[0])
     check(side)
     moved = side.regather(torch.tensor([[2] * 20, [0] * 20]), torch.stack([torch.arange(20), torch.randperm(37)[:20]]))
     check(moved)
@@ -106,7 +105,7 @@ def test_a_layout_says_what_codes_stand_for(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "channels4", "levels4"])
 def test_it_is_made_once_and_no_part_of_a_copy(name: str) -> None:
-    side = ALL[name](states_of(7, torch.float32, 3, 37, 64)[0])
+    side = LAYOUTS[name](states_of(7, torch.float32, 3, 37, 64)[0])
     assert side.code_layout is side.code_layout
     for twin in (copy.deepcopy(side), pickle.loads(pickle.dumps(side))):
         assert "code_layout" in vars(side) and "code_layout" not in vars(twin)

@@ -7,7 +7,8 @@ channels and tokens of very different magnitudes. The scale takes the largest ma
 *Departs* Systems calibrate one scale beforehand. Here it is that of the tokens themselves, `group` at a time, so that
 nothing is clipped and no stored token has to be rewritten when a larger one comes. What is smaller than 2^-18 of the
 largest becomes zero.
-*Cost* 1 byte for each element and an element for `group` tokens; attention decodes the segment at every step.
+*Cost* 1 byte for each element and an element for `group` tokens; a decoded token reads them as they lie on a CPU,
+more tokens at once decode the segment.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ that what such scales cost on a model is measured here before it is served with 
 *Departs* The scale is rounded to the cache's dtype before it is used; a calibration of ours is exact in bfloat16, so
 that nothing changes there. What is larger than 448 scales becomes 448 scales. Engines hold a scale once; here it
 stands beside each block of tokens, since a segment is whole in itself. `fp8` has scales of the tokens themselves.
-*Cost* 1 byte for each element and an element for `block_size` tokens; attention decodes the segment at every step.
+*Cost* 1 byte for each element and an element for `block_size` tokens; a decoded token reads them as they lie on a
+CPU, more tokens at once decode the segment.
 """
 
 from __future__ import annotations

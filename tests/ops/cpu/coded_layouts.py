@@ -16,7 +16,7 @@ from kvtailor.ops.codes.gaussian import GaussianCodes, ResidualCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.nonuniform import coded_by_levels
 from kvtailor.ops.codes.quant import largest_divisor
-from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
+from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.cpu.library import built, load
 from kvtailor.ops.segments.coded import Coded, Whole
 
@@ -49,6 +49,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Coded]] = {
     "nvfp4x8": partial(NvCodes.of, block=8, group=3),
     "mxfp4": partial(MxCodes.of, element="e2m1", block=32),
     "mxfp8": partial(MxCodes.of, element="e4m3", block=32),
+    "fp8": partial(FloatCodes.of, group=32),
+    "fp8x3": partial(FloatCodes.of, group=3),
     "mxfp8_e5m2": partial(MxCodes.of, element="e5m2", block=32),
     "fitted2": partial(coded_by_levels, bits=2, group=32, share=0.02, by_channel=False),
     "fitted3": partial(coded_by_levels, bits=3, group=32, share=0.05, by_channel=True),

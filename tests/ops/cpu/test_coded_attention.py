@@ -336,6 +336,20 @@ def test_no_sum_of_the_largest_codes_overflows(library: Library, bits: int, code
 
 
 @every_variant
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("times", [3.0, 8.0, 100.0, 1e4, 1e-4])
+def test_runs_of_tokens_whose_steps_differ(library: Library, bits: int, times: float) -> None:
+    """The first run, of other steps than the rest, is hidden: what is read of the rest must not follow from it."""
+    keys, values = states_of(12, torch.bfloat16, 1, 300, 128)
+    keys[:, :32] *= times
+    visible = (torch.arange(300) >= 32)[None, None]
+    query = torch.randn((1, 4, 1, 128), generator=torch.Generator().manual_seed(13))
+    sides = ChannelCodes.of(keys, bits, 32), TokenCodes.symmetric(values, 8)
+    found = attend_coded(AttentionInputs(query, *sides, scaling=0.1, visible=visible), using=library)
+    assert same(found, truth(query, *sides, visible), COARSE)
+
+
+@every_variant
 def test_numbers_that_overflow_are_not_swallowed(library: Library) -> None:
     keys, values = states_of(11, torch.float16, 1, 40, 32)
     keys[0, 5, 3] = torch.nan
@@ -390,5 +404,9 @@ def test_what_is_unsuited_is_said() -> None:
     plain = Whole(states=states)
     assert unsuited(plain, TokenCodes.symmetric(states, 4)) is None
     assert unsuited(GridCodes.of(states, 3, keep_norm=True), plain) is None
-    assert "FloatCodes" in str(unsuited(plain, FloatCodes.of(states, 8)))
+    assert unsuited(plain, FloatCodes.of(states, 8)) is None
+    unread = TokenCodes.symmetric(states, 4)
+    vars(unread)["code_layout"] = None
+    assert "no C++ kernel reads TokenCodes" in str(unsuited(plain, unread))
+    assert "float64 on cpu" in str(unsuited(plain, FloatCodes.of(states.double(), 8)))
     assert "float64" in str(unsuited(plain, Whole(states=states.double())))

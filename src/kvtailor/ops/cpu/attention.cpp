@@ -598,8 +598,8 @@ struct Piece {
   }
 
 #if defined(SHORT_PRODUCTS)
-  // Queries times the greatest steps of a block's runs.
-  void share(int64_t first, int64_t count, Shares& shares) const {
+  // Makes queries times the greatest steps of a block's runs; false where these differ too much.
+  bool share(int64_t first, int64_t count, Shares& shares) const {
     const Side& keys = tables.keys;
     shares.begin(keys.size);
     for (int64_t run = first / keys.group; run * keys.group < first + count; run++) {
@@ -607,9 +607,10 @@ struct Piece {
       widen_table(keys, keys.step, (lane * keys.runs + run) * keys.size, keys.size, key_scales, count / keys.group * keys.size);
       shares.see(key_scales, keys.size);
     }
-    shares.end(keys.size);
+    if (!shares.end(keys.size)) return false;
     for (int64_t r = 0; r < rows; r++)
       cut_query(rows + r).fill_times(query + r * tables.wide_keys, shares.greatest, shares.greatest, keys.size, keys.bits);
+    return true;
   }
 #endif
 
@@ -619,8 +620,7 @@ struct Piece {
     float *step = key_scales, *low = step + tables.wide_keys;
 #if defined(SHORT_PRODUCTS)
     Shares shares;
-    const bool shared = tables.cut_keys && shares_steps(keys);
-    if (shared) share(first, count, shares);
+    const bool shared = tables.cut_keys && shares_steps(keys) && share(first, count, shares);
 #endif
     for (int64_t t = first; t < first + count;) {
       const int64_t run = t / keys.group, end = (run + 1) * keys.group < first + count ? (run + 1) * keys.group : first + count;

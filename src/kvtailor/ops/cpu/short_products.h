@@ -54,25 +54,37 @@ struct CutQuery {
 };
 
 // What the steps of a run of tokens are of the greatest ones of all runs of a block, in 16 bits, in the order of a query:
-// queries become whole numbers times the greatest steps once for the block, and these times the shares for each run.
+// queries become whole numbers times the greatest steps once for the block, and these times the shares for each run. A run
+// with steps of 1 / k of the greatest has log2(k) bits less. Models' runs differ by 6 at most (SmolLM2, Qwen2.5); where one
+// differs by more than `WIDEST`, each run has queries of its own.
 struct Shares {
-  float greatest[MOST_SHORT], up[MOST_SHORT];
+  static constexpr float WIDEST = 8;
+  float greatest[MOST_SHORT], least[MOST_SHORT], up[MOST_SHORT];
   alignas(32) int16_t numbers[MOST_SHORT];
 
   void begin(int64_t size) {
-    for (int64_t c = 0; c < size; c += W) store(greatest + c, F{});
+    for (int64_t c = 0; c < size; c += W) store(greatest + c, F{}), store(least + c, F{} + __builtin_inff());
   }
 
   // Steps of one more run.
   void see(const float* step, int64_t size) {
-    for (int64_t c = 0; c < size; c += W) store(greatest + c, largest_bits(load<I>(greatest + c), load<F>(step + c)));
+    for (int64_t c = 0; c < size; c += W) {
+      const F mine = load<F>(step + c), before = load<F>(least + c);
+      store(greatest + c, largest_bits(load<I>(greatest + c), mine));
+      // A step of 0 has a share of 0, which is right.
+      store(least + c, mine > 0.f && mine < before ? mine : before);
+    }
   }
 
-  void end(int64_t size) {
+  // Whether shares are near enough in all channels.
+  bool end(int64_t size) {
+    F near = F{} + 1.f;
     for (int64_t c = 0; c < size; c += W) {
       const F most = load<F>(greatest + c);
       store(up + c, most > 0.f ? 32767.f / most : F{});
+      near = most <= WIDEST * load<F>(least + c) ? near : F{};
     }
+    return sum(near) == (float)W;
   }
 
   void fill(const float* step, int64_t size, int64_t bits) {

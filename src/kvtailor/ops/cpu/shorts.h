@@ -178,8 +178,9 @@ APART void fill_rows(Weights* of, int64_t every, const float* weights, int64_t a
                      float zero, int64_t count, float room = 1e9f) {
   float stepped[R][BLOCK];
   F top[R], total[W]{}, lows[W]{};
-  I numbers[R];
-  each_below<R>([&](auto r) INLINE { top[r] = F{}, numbers[r] = I{}; });
+  // Without a sign: of NaN each is the least number there is, and two of those have no sum.
+  U numbers[R];
+  each_below<R>([&](auto r) INLINE { top[r] = F{}, numbers[r] = U{}; });
   const auto take = [&](int64_t t, auto whole) INLINE {
     const I inside = numbered() < (int32_t)(count - t);
     F steps = load<F>(step + t), least = low ? load<F>(low + t) : F{};
@@ -208,10 +209,10 @@ APART void fill_rows(Weights* of, int64_t every, const float* weights, int64_t a
     each_below<R>([&](auto r) INLINE {
       const I mine = rounded(load<F>(stepped[r] + t) * up[r]), other = rounded(load<F>(stepped[r] + t + W) * up[r]);
       store_shorts(of[r * every].of_tokens + t, mine, other);
-      numbers[r] += mine + other;
+      numbers[r] += (U)mine + (U)other;
     });
   F counted[W]{};
-  each_below<R>([&](auto r) INLINE { counted[r] = __builtin_convertvector(numbers[r], F); });
+  each_below<R>([&](auto r) INLINE { counted[r] = __builtin_convertvector((I)numbers[r], F); });
   const F all_numbers = sums(counted);
   UNROLLED for (int r = 0; r < R; r++) {
     const float rounding = (low ? wholes[r] : 0.f) - of[r * every].scale * all_numbers[r];

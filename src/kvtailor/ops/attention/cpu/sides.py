@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtailor.ops.codes.floats import levels_of
 from kvtailor.ops.cpu.library import DTYPES, Library, Magnitudes, Map, Offset, Side, Turn
 from kvtailor.ops.segments.attention_inputs import Offsetting, Turned
 from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
@@ -44,6 +45,8 @@ __all__ = [
 MOST_WHOLE = (8191, 4096)
 # Types of the scales of `BLOCK_LEVELS`, see layouts.h.
 _E4M3, _E8M0 = 3, 4
+# 1 as a power of two of E8M0.
+_ONE = 127
 # By how many bits a byte's exponent and mantissa lie below those of a float32.
 _SHIFTS = {"e2m1": 0, "e4m3": 20, "e5m2": 21}
 # As in attention.cpp: slots that are read at once, of which a piece of work has some.
@@ -129,14 +132,30 @@ def _signs(layout: CodeLayout, found: Side, held: list[Tensor], made: list[Any])
 
 
 def _blocks(layout: CodeLayout, found: Side, held: list[Tensor], made: list[Any]) -> None:
-    assert layout.levels is not None and layout.element is not None
-    found.scales, found.group = _E8M0 if layout.exponents else _E4M3, layout.block
+    assert layout.levels is not None
+    found.scales = _E8M0 if layout.exponents else _E4M3
+    _small_floats(layout, found, held, made, layout.levels, layout.outer)
+
+
+def _floats(layout: CodeLayout, found: Side, held: list[Tensor], made: list[Any]) -> None:
+    # Blocks as wide as a token, all of scale 1, under the scale of a run.
+    assert layout.element is not None
+    found.scales = _E8M0
+    found.step = _kept(torch.full(layout.codes.shape[:2], _ONE, dtype=torch.uint8), made).data_ptr()
+    _small_floats(layout, found, held, made, levels_of(layout.element), layout.step)
+
+
+def _small_floats(
+    layout: CodeLayout, found: Side, held: list[Tensor], made: list[Any], levels: Tensor, outer: Tensor | None
+) -> None:
+    assert layout.element is not None
+    found.group = layout.block
     # `Blocks` of layouts.h: two addresses and three numbers.
     coarse = int(layout.dtype != torch.float32)
-    blocks = [_kept(layout.levels, made).data_ptr(), 0, 0, _SHIFTS[layout.element], coarse]
-    if layout.outer is not None:
-        blocks[1:3] = pointer(layout.outer, torch.float32, held), layout.group
-        found.runs = layout.outer.shape[1] if layout.row is None else 0
+    blocks = [_kept(levels, made).data_ptr(), 0, 0, _SHIFTS[layout.element], coarse]
+    if outer is not None:
+        blocks[1:3] = pointer(outer, torch.float32, held), layout.group
+        found.runs = outer.shape[1] if layout.row is None else 0
     made.append((ctypes.c_int64 * len(blocks))(*blocks))
     found.low = ctypes.addressof(made[-1])
 
@@ -163,6 +182,7 @@ _KINDS: dict[CodeKind, tuple[int, Callable[[CodeLayout, Side, list[Tensor], list
     CodeKind.POINTS: (7, _points),
     CodeKind.SIGNS: (8, _signs),
     CodeKind.FITTED: (9, _fitted),
+    CodeKind.FLOATS: (6, _floats),
 }
 
 
