@@ -166,8 +166,9 @@ class Prompt:
         def ours() -> Any:
             return self.read(self.model, cache_for(self.model, plan, cache_dtype=self.stored))
 
-        # What a first prompt makes once, such as levels, is made here.
+        # Both sides are warmed up; what a first prompt makes once, such as levels, is made here.
         held = bytes_of(ours())
+        self.read(self.stock, dynamic_cache(self.stock))
         return in_turns(self.asked, ours, lambda: self.read(self.stock, dynamic_cache(self.stock)), warmup=0) | {
             "bytes": held
         }
@@ -289,6 +290,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600, help="after which no plan is begun")
     parser.add_argument("--out", type=Path, help="write the rows to this file as well, as JSON lines, as they come")
     asked = parser.parse_args()
+    if asked.every < 1:
+        parser.error(f"asked for --every {asked.every}: give 1 for every codec, or more")
     warnings.simplefilter("ignore")
     torch.set_num_threads(asked.threads)
     torch.set_grad_enabled(False)

@@ -118,7 +118,7 @@ def count_below(x: Tensor, borders: Tensor) -> Tensor:
     """Return how many of the borders lie below each number, as uint8 of x's shape.
 
     Args:
-        x: float32.
+        x: float32, no NaN.
         borders: (at most 255,) float32, ascending, on the device of x.
     """
     if x.device.type != "cpu" or len(borders) > _FEW_BORDERS:
