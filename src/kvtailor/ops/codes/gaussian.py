@@ -12,6 +12,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
+from kvtailor.errors import KvtailorError
 from kvtailor.ops import huge_pages
 from kvtailor.ops.codes.quant import count_below, pack, packed_size, unpack
 from kvtailor.ops.lanes.pieces import pieces
@@ -94,7 +95,7 @@ def gaussian_levels(bits: int) -> Tensor:
             change, levels = float((moved - levels).abs().max()), moved
             if change <= 1e-9:
                 return levels.float()
-    raise RuntimeError(f"the levels of a bell in {bits} bits still move by {change:g} after {_STEPS} steps")
+    raise KvtailorError(f"the levels of a bell in {bits} bits still move by {change:g} after {_STEPS} steps")
 
 
 @cache
