@@ -1,4 +1,4 @@
-"""NaN, infinity or too little memory for one plan is that plan's error; of 'full' NaN ends the run."""
+"""NaN, infinity or too little memory for one plan is that plan's error; of 'full' NaN ends the task."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from tests.support.bench.dummy import FULL, CountingModel, DummyCache, contestant, subject
@@ -19,6 +20,7 @@ from kvtailor.bench.report import summarise
 from kvtailor.bench.runner import TaskJob, run
 from kvtailor.bench.schema import Record, read_records
 from kvtailor.bench.subject import Subject
+from kvtailor.bench.suite.run import Prepared
 from kvtailor.bench.tasks.contract import AllAtOnce, NotANumber, PlanByPlan, Sample, Scored, Turns
 from kvtailor.bench.tasks.fidelity import Fidelity
 from kvtailor.bench.tasks.settings import Metric
@@ -31,7 +33,13 @@ FIELDS: dict[str, dict[str, Any]] = {
     "timings": {"timings": {"ttft": {"median": math.nan, "q1": None}}},
     "held": {"held": {"traffic": {"hits": -math.inf}}},
     "floor": {"floor_seconds": math.inf},
+    "values beside timings": {"values": {"score": (math.nan,)}, "timings": {"score": {"median": 1.0}}},
+    "metrics beside held": {"metrics": {"score": math.nan}, "held": {"score": 1.0}},
+    "numpy": {"metrics": {"score": np.float32("nan")}},
+    "torch": {"metrics": {"score": torch.tensor(math.nan)}},
+    "array": {"values": {"score": torch.tensor([1.0, math.inf])}},
 }
+NAMES = {"values": "each", "timings": "ttft", "held": "traffic", "floor": "floor_seconds"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +76,14 @@ class OddTogether(AllAtOnce):
     own_cache: ClassVar[bool] = True
     of: str = "bad"
     where: str = "metrics"
+    count: int = 1
+
+    def points(self) -> int:
+        return self.count
 
     def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
-        yield Sample(point={}, text="odd text", text_hash="1")
+        for index in range(1, self.count + 1):
+            yield Sample(point={"index": index}, text="odd text", text_hash=str(index))
 
     def score_all(
         self, subject: Subject, contestants: Sequence[Contestant], sample: Sample, turns: Turns
@@ -94,8 +107,8 @@ def test_a_plan_that_gives_no_number_has_an_error_and_the_others_go_on(
 ) -> None:
     made = None if executor is None else executor()
     records = go(Odd(where=where), out=tmp_path, executor=made)
-    name = {"metrics": "score", "values": "each", "timings": "ttft", "held": "traffic", "floor": "floor_seconds"}[where]
-    why = f"NaN or infinity came out as {name}"
+    why = str(NotANumber.of_results([NAMES.get(where, "score")]))
+    assert why.startswith(f"NaN or infinity came out as {NAMES.get(where, 'score')}, and") and "dtype" in why
     assert [(r.label, r.error) for r in records] == [
         *[("full", None), ("bad", None), ("good", None)],
         *[("full", None), ("bad", why), ("good", None)] * 2,
@@ -113,13 +126,13 @@ def test_so_has_one_that_takes_turns(where: str) -> None:
 @pytest.mark.parametrize("executor", [None, InProcess])
 def test_of_full_it_ends_the_run_in_a_sentence(kind: Any, executor: Any) -> None:
     made = None if executor is None else executor()
-    said = "perplexity on odd text, full, which every plan is compared with, so that the run ends: NaN or infinity came"
-    with pytest.raises(KvtailorError, match=f"^{said} out as score$"):
+    said = "NaN or infinity of full, with which every plan is compared, in perplexity on odd text: NaN or infinity came"
+    with pytest.raises(KvtailorError, match=f"^{said} out as score, and .*: ask for a dtype"):
         go(kind(of="full"), executor=made)
 
 
 def test_of_the_models_own_cache_too() -> None:
-    with pytest.raises(KvtailorError, match=f"odd text, {OWN.label}, which every plan is compared with"):
+    with pytest.raises(KvtailorError, match=f"^NaN or infinity of {OWN.label}, with which every plan is compared"):
         go(OddTogether(of=OWN.label))
 
 
@@ -127,7 +140,7 @@ def test_of_the_models_own_cache_too() -> None:
 class Large(Odd):
     """One plan needs more memory than there is."""
 
-    error: type[Exception] = MemoryError
+    error: Callable[..., Any] = MemoryError
 
     def score(self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]) -> Scored:
         if self._fails(contestant, sample):
@@ -144,14 +157,105 @@ def test_a_plan_that_needs_too_much_memory_has_an_error_too(error: type[Exceptio
     assert str(records[4].error).startswith(f"the memory did not suffice{said}: ")
 
 
-def test_a_suite_goes_on_with_its_next_task() -> None:
+def allocate(said: str = "") -> Any:
+    return torch.empty(10**16)
+
+
+@pytest.mark.parametrize("where", ["metrics", ""])
+@pytest.mark.parametrize("executor", [None, InProcess])
+def test_so_has_one_whose_tensor_the_processors_memory_does_not_hold(where: str, executor: Any) -> None:
+    made = None if executor is None else executor()
+    records = go(Large(error=allocate, where=where), executor=made)
+    assert [r.label for r in records if r.error] == ["bad", "bad"]
+    assert "DefaultCPUAllocator" in str(records[4].error) and str(records[4].error).startswith("the memory did not suf")
+
+
+def broken(said: str = "") -> Any:
+    raise RuntimeError("a fault of the program")
+
+
+def test_any_other_runtime_error_ends_the_run_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="^a fault of the program$"):
+        go(Large(error=broken))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeTogether(OddTogether):
+    """The memory does not suffice: in the turn of one plan, outside of any, or for the samples."""
+
+    place: str = "turn"
+
+    def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
+        if self.place == "samples":
+            allocate()
+        yield from super().samples(subject, contestants)
+
+    def score_all(
+        self, subject: Subject, contestants: Sequence[Contestant], sample: Sample, turns: Turns
+    ) -> Mapping[str, Scored]:
+        if self.place == "outside":
+            allocate()
+        TRIED.append([each.label for each in contestants])
+        found = {}
+        for each in contestants:
+            with turns(each) as live:
+                assert live, "one that failed before is tried again"
+                if each.label == self.of:
+                    allocate()
+                found[each.hash] = Scored(samples=1, metrics={"score": 1.0})
+        return found
+
+
+TRIED: list[list[str]] = []
+
+
+@pytest.mark.parametrize("executor", [None, InProcess])
+def test_one_that_takes_turns_and_failed_is_not_tried_on_the_samples_that_follow(executor: Any) -> None:
+    TRIED.clear()
+    records = go(LargeTogether(count=2), executor=None if executor is None else executor())
+    assert [r.label for r in records if r.error] == ["bad", "bad"] and len(records) == 8
+    assert records[2].error == records[6].error
+    if executor is None:
+        assert [[OWN.label, "full", "bad", "good"], [OWN.label, "full", "good"]] == TRIED
+
+
+@pytest.mark.parametrize("executor", [None, InProcess])
+@pytest.mark.parametrize("place", ["outside", "samples"])
+def test_too_little_memory_for_what_plans_share_ends_the_task_in_a_sentence(place: str, executor: Any) -> None:
+    text = " on odd text" if place == "outside" else ""
+    said = f"^perplexity{text}, in what all plans share: the memory did not suffice .*: a shorter context"
+    with pytest.raises(KvtailorError, match=said):
+        go(LargeTogether(place=place), executor=None if executor is None else executor())
     jobs = [
-        TaskJob(kind="perplexity", task=Odd(of=of, at="0"), contestants=tuple(PLANS), asked=f"perplexity({of})")
+        TaskJob(kind="perplexity", task=each, contestants=tuple(PLANS), asked=str(number))
+        for number, each in enumerate([LargeTogether(place=place), Odd(of="nobody")])
+    ]
+    records = go(*jobs, plans=(), executor=None if executor is None else executor())
+    assert [r.label for r in records if r.error] == ["full", "bad", "good"] and len(records) == 12
+
+
+@pytest.mark.parametrize("executor", [None, InProcess])
+@pytest.mark.parametrize("at", ["0", "1"])
+def test_a_suite_goes_on_with_its_next_task(at: str, executor: Any) -> None:
+    jobs = [
+        TaskJob(kind="perplexity", task=Odd(of=of, at=at), contestants=tuple(PLANS), asked=f"perplexity({of})")
         for of in ("full", "nobody")
     ]
-    records = go(*jobs, plans=())
-    assert all("full, which every plan is compared with" in str(record.error) for record in records[:3])
-    assert len(records) == 12 and not any(record.error for record in records[3:])
+    records = go(*jobs, plans=(), executor=None if executor is None else executor())
+    mine = [record for record in records if record.asked == "perplexity(full)"]
+    wrong = [record for record in mine if record.error is not None]
+    assert [record.label for record in wrong] == ["full", "bad", "good"]
+    assert all("full, with which every plan is compared" in str(record.error) for record in wrong)
+    assert executor is not None or len(mine) == 3 + 3 * int(at), "of samples before it the numbers stay"
+    assert not any(record.error for record in records if record not in mine) and len(records) == len(mine) + 9
+
+
+def test_of_a_suite_the_models_own_cache_can_fail_too() -> None:
+    task = LargeTogether(of=OWN.label)
+    job = TaskJob(kind="perplexity", task=task, contestants=tuple(PLANS), asked="perplexity()")
+    suite: Any = None
+    prepared = Prepared(suite=suite, subject=model(), jobs=(job,), contestants=tuple(PLANS), unavailable=())
+    assert [record.label for record in prepared.failed(go(job, plans=()))] == [OWN.label]
 
 
 class Broken(CountingModel):
@@ -168,9 +272,9 @@ class Broken(CountingModel):
 def test_logits_that_are_nan_under_one_plan_are_its_error(kind: str) -> None:
     asked = task() if kind == "perplexity" else Fidelity(text=TEXT, source="t", context=100, continuation=20, windows=5)
     found = run(replace(model(), model=Broken()), PLANS, [asked], bandwidth=False)
-    assert [r.error for r in found] == [None, "the model gave a log-probability that is not a number", None]
+    assert [r.error for r in found] == [None, str(NotANumber.of_logits()), None]
     assert found[2].metrics
-    told = f"bad has no number for {kind}: the model gave a log-probability that is not a number"
+    told = f"bad has no number for {kind}: {NotANumber.of_logits()}"
     assert told in summarise(found).footnotes
 
 
@@ -181,8 +285,8 @@ def test_logits_that_are_nan_under_full_end_the_run(kind: str, monkeypatch: pyte
     monkeypatch.setattr(Subject, "not_a_number", lambda self, what: f"the model's own logits {what} are NaN: no")
     asked = task() if kind == "perplexity" else Fidelity(text=TEXT, source="t", context=100, continuation=20, windows=5)
     said = {
-        "perplexity": "perplexity on wikitext, full, which every .*: the model's own logits of wikitext are NaN: no",
-        "fidelity": "fidelity on t, full, which every .*: the model gave a log-probability that is not a number",
+        "perplexity": "full, .*, in perplexity on wikitext: the model's own logits of wikitext are NaN: no",
+        "fidelity": "full, .*, in fidelity on t: the model gave a log-probability that is not a number: ask for",
     }
     given = replace(model(), model=broken)
     with pytest.raises(KvtailorError, match=said[kind]):
@@ -196,7 +300,7 @@ def test_a_loss_whose_perplexity_no_float_holds_is_an_error() -> None:
             return torch.eye(256)[cache.seen % 7].expand_as(found) * 5000 if cache.keep == 13 else found
 
     found = run(replace(model(), model=Sure()), PLANS, [task()], bandwidth=False)
-    assert [r.error for r in found] == [None, "NaN or infinity came out as perplexity", None]
+    assert [r.error for r in found] == [None, str(NotANumber.of_results(["perplexity"])), None]
 
 
 @pytest.mark.parametrize("executor", [None, InProcess])
@@ -219,5 +323,5 @@ def test_a_task_may_say_so_itself() -> None:
             return Scored(samples=1, metrics={"score": 1.0})
 
     assert [r.error for r in go(Saying())].count("the answer is not a number") == 2
-    with pytest.raises(KvtailorError, match="full, which every plan is compared with"):
+    with pytest.raises(KvtailorError, match="full, with which every plan is compared"):
         go(Saying(of="full"))

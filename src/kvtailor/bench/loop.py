@@ -9,22 +9,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from kvtailor.bench import checks
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.measure.kept_prompts import KeptPrompts
+from kvtailor.bench.measure.memory_gauge import is_out_of_memory, out_of_memory
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import AllAtOnce, NotANumber, PlanByPlan, Sample, Scored, Task
 from kvtailor.errors import ArgumentError, KvtailorError, suggest
 from kvtailor.presets import FULL
 
-__all__ = ["Calibrations", "Given", "blank_of", "known_together", "records_of", "records_of_sample", "sides_of"]
+__all__ = [
+    "Calibrations",
+    "Given",
+    "blank_of",
+    "known_together",
+    "memory_suffices",
+    "records_of",
+    "records_of_sample",
+    "sides_of",
+]
 
-# What a plan may run into while the others go on.
-_FAILURES = (KvtailorError, ValueError, MemoryError, torch.OutOfMemoryError)
+# What a plan may run into while the others go on; `_of_plan` raises again a RuntimeError that is not about memory.
+_FAILURES = (KvtailorError, ValueError, MemoryError, RuntimeError)
 
 
 class Calibrations:
@@ -72,13 +80,32 @@ def records_of(task: Task, given: Given) -> Iterator[Record]:
     """Yield the records of all plans, sample by sample. A plan that fails gives a record with `error`.
 
     Raises:
-        KvtailorError: the task itself cannot be done, it gives a metric that it does not declare, or NaN or infinity
-            came out for 'full'.
+        KvtailorError: the task itself cannot be done, it gives a metric that it does not declare, NaN or infinity
+            came out for 'full', or the memory did not suffice for what all plans share.
         Fraud: a sanity check failed that is not of one plan alone.
     """
     failed = dict[str, str]()
-    for sample in task.samples(given.subject, given.contestants):
-        yield from records_of_sample(task, sample, given, sides_of(task, given.contestants), failed)
+    with memory_suffices(task.name):
+        for sample in task.samples(given.subject, given.contestants):
+            yield from records_of_sample(task, sample, given, sides_of(task, given.contestants), failed)
+
+
+@contextmanager
+def memory_suffices(where: str) -> Iterator[None]:
+    """While it is open, too little memory is a sentence on what all plans of a task share, and not on one of them.
+
+    Args:
+        where: the task, and its text if that is known.
+
+    Raises:
+        KvtailorError: the memory did not suffice.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise KvtailorError(f"{where}, in what all plans share: {out_of_memory(error)}") from error
 
 
 def sides_of(task: Task, contestants: Sequence[Contestant]) -> list[Contestant]:
@@ -103,7 +130,7 @@ def records_of_sample(
         KvtailorError, Fraud: see `records_of`.
     """
     cells = [_Cell(task, sample, given, contestant) for contestant in contestants]
-    with _sharing(given, sample):
+    with _sharing(given, sample), memory_suffices(_where(task.name, sample.text)):
         yield from _of_cells(task, sample, given, cells, failed)
 
 
@@ -128,7 +155,7 @@ def _of_cells(
     task: Task, sample: Sample, given: Given, cells: Sequence[_Cell], failed: dict[str, str]
 ) -> Iterator[Record]:
     if isinstance(task, AllAtOnce):
-        yield from _all_at_once(task, sample, given, cells)
+        yield from _all_at_once(task, sample, given, cells, failed)
     elif isinstance(task, PlanByPlan):
         for cell in cells:
             yield _of_one(task, sample, given, cell, failed)
@@ -171,12 +198,14 @@ def _of_one(task: PlanByPlan, sample: Sample, given: Given, cell: _Cell, failed:
     return replace(found, **kept.told(cell.contestant.plan))
 
 
-def _all_at_once(task: AllAtOnce, sample: Sample, given: Given, cells: Sequence[_Cell]) -> Iterator[Record]:
+def _all_at_once(
+    task: AllAtOnce, sample: Sample, given: Given, cells: Sequence[_Cell], failed: dict[str, str]
+) -> Iterator[Record]:
     known = known_together(task, [cell.known for cell in cells])
-    turns = _Turns({cell.contestant.hash: cell for cell in cells}, cells[0].blank.machine if cells else {})
+    turns = _Turns({cell.contestant.hash: cell for cell in cells}, cells[0].blank.machine if cells else {}, failed)
     missing = []
     for cell, record in zip(cells, known, strict=True):
-        if record is None:
+        if record is None and turns.live(cell.contestant):
             with turns.own_errors(cell.contestant):
                 given.calibrations.check(cell.contestant, sample)
                 missing.append(cell.contestant)
@@ -238,7 +267,7 @@ class _Turns:
 
     cells: dict[str, _Cell]
     machine: Mapping[str, object]
-    errors: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str]
 
     @contextmanager
     def __call__(self, contestant: Contestant) -> Iterator[bool]:
@@ -248,7 +277,7 @@ class _Turns:
 
     @contextmanager
     def own_errors(self, contestant: Contestant) -> Iterator[None]:
-        """While it is open, an error is the plan's own, if it can be."""
+        """Take down what is raised while it is open as the plan's own error, if it can be."""
         try:
             yield
         except _FAILURES as error:
@@ -264,21 +293,27 @@ def _of_plan(error: Exception, cell: _Cell) -> str:
     Raises:
         Fraud: it is one of those that end a run.
         KvtailorError: it is of what all plans are compared with.
+        RuntimeError: it is one that nobody raised on purpose.
     """
     if isinstance(error, Fraud) and error.name not in checks.OF_ONE_PLAN:
         raise error
     if isinstance(error, NotANumber) and (cell.contestant.is_full or cell.contestant.is_own):
         raise _of_reference(error, cell.blank, cell.contestant.label) from error
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        said = str(error).strip().split("\n")[0]
-        return f"the memory did not suffice{f' ({said})' if said else ''}: a shorter context or fewer rows need less"
+    if is_out_of_memory(error):
+        return out_of_memory(error)
+    if not isinstance(error, KvtailorError | ValueError):
+        raise error
     return str(error)
 
 
 def _of_reference(error: NotANumber, blank: Record, label: str) -> KvtailorError:
-    """The error that ends a run since there is nothing to compare with."""
-    where = blank.task if blank.text is None else f"{blank.task} on {blank.text}"
-    return KvtailorError(f"{where}, {label}, which every plan is compared with, so that the run ends: {error}")
+    """Return the error that ends a task since there is nothing to compare with."""
+    where = _where(blank.task, blank.text)
+    return KvtailorError(f"NaN or infinity of {label}, with which every plan is compared, in {where}: {error}")
+
+
+def _where(task: str, text: str | None) -> str:
+    return task if text is None else f"{task} on {text}"
 
 
 def _check_numbers(scored: Scored) -> None:
@@ -287,15 +322,16 @@ def _check_numbers(scored: Scored) -> None:
     Raises:
         NotANumber: with the names of those that are not.
     """
-    told = {**scored.metrics, **scored.held, "floor_seconds": scored.floor_seconds}
-    lists = {**scored.values, **scored.timings}
-    odd = [name for name, value in [*told.items(), *lists.items()] if not _is_finite(value)]
+    parts = (scored.metrics, scored.held, {"floor_seconds": scored.floor_seconds}, scored.values, scored.timings)
+    odd = [name for part in parts for name, value in part.items() if not _is_finite(value)]
     if odd:
-        raise NotANumber(f"NaN or infinity came out as {', '.join(dict.fromkeys(odd))}")
+        raise NotANumber.of_results(dict.fromkeys(odd))
 
 
 def _is_finite(value: object) -> bool:
-    """Whether no float within a value is NaN or infinite."""
+    """Return whether no float within a value is NaN or infinite; of torch and numpy neither."""
+    if hasattr(value, "tolist"):
+        return _is_finite(value.tolist())
     if isinstance(value, Mapping):
         return all(map(_is_finite, value.values()))
     if isinstance(value, list | tuple):

@@ -18,7 +18,7 @@ import torch
 
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.loop import Calibrations, Given, records_of_sample
+from kvtailor.bench.loop import Calibrations, Given, memory_suffices, records_of_sample
 from kvtailor.bench.measure import machine
 from kvtailor.bench.measure.kept_prompts import NOT_SHARED, TIMED, KeptPrompts
 from kvtailor.bench.schema import Record
@@ -180,8 +180,10 @@ def describe_samples(job: SharedJob) -> tuple[list[Sample], KvtailorError | None
     """
     found: list[Sample] = []
     try:
-        for sample in job.task.samples(_subject(job.model), job.contestants):
-            found.append(replace(sample, data=None, scored=None, whole=None))
+        subject = _subject(job.model)
+        with memory_suffices(job.task.name):
+            for sample in job.task.samples(subject, job.contestants):
+                found.append(replace(sample, data=None, scored=None, whole=None))
     except (KvtailorError, ImportError) as error:
         return found, _told(error)
     return found, None

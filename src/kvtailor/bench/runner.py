@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -306,30 +306,27 @@ def _jobs(tasks: Sequence[Task | TaskJob], contestants: Sequence[Contestant]) ->
 
 def _records_of(job: TaskJob, given: Given, steps: _Steps) -> Iterator[Record]:
     """The records of all plans of a job."""
-    told: set[str] = set()
     why = job.why
     if job.task is not None:
         try:
-            for record in records_of(job.task, given):
-                told.add(record.plan_hash)
-                yield record
+            yield from records_of(job.task, given)
         except Fraud:
             raise
         except (KvtailorError, ImportError) as error:
             if job.asked is None:
                 raise
             why = str(error)
-    yield from _records_of_rest(job, given, steps, told, why)
+    yield from _records_of_rest(job, given, steps, why)
 
 
-def _records_of_rest(job: TaskJob, given: Given, steps: _Steps, told: Set[str], why: str | None) -> Iterator[Record]:
-    """The records of plans of which a task that cannot be done gave none, and of those that are not there.
+def _records_of_rest(job: TaskJob, given: Given, steps: _Steps, why: str | None) -> Iterator[Record]:
+    """Yield what stands behind the records of a job's samples: why it broke off, and the plans that are not there.
 
-    A step that the job promised and had no use for is told as well.
+    Why it broke off is the error of each of its plans, since those that have records lack the samples that follow. A
+    step that the job promised and had no use for is told as well.
     """
     if why is not None:
-        left = (contestant for contestant in given.contestants if contestant.hash not in told)
-        yield from (replace(given.blank(contestant), error=why) for contestant in left)
+        yield from (replace(given.blank(contestant), error=why) for contestant in given.contestants)
     steps.finish()
     for contestant in job.absent:
         lacking = f"This kvtailor does not have it: {'; '.join(contestant.missing)}"
@@ -373,13 +370,11 @@ def _records_of_cluster(
             ends_the_run=job.asked is None,
         )
     plans = [[OWN.hash, *(each.hash for each in job.contestants)] for job, _, _ in work]
-    told: list[set[str]] = [set() for _ in work]
     for found, index, record in spread(list(jobs.values()), subject, executor):
-        told[found.number].add(record.plan_hash)
         yield (found.number, index, plans[found.number].index(record.plan_hash)), record
     for number, (job, steps, given) in enumerate(work):
         why = jobs[number].why if number in jobs else job.why
-        for record in _records_of_rest(job, given, steps, told[number], why):
+        for record in _records_of_rest(job, given, steps, why):
             yield (number, math.inf, plans[number].index(record.plan_hash)), record
 
 

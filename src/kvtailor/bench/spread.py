@@ -237,7 +237,7 @@ class _Spread:
             job.stopped = True
         else:
             records = [replace(each, machine={**each.machine, "host": outcome.machine}) for each in found]
-            self._take(job, cell, records, own=isinstance(job.task, PlanByPlan), where=outcome.machine)
+            self._take(job, cell, records, own=True, where=outcome.machine)
 
     def _failed(self, job: SpreadJob, cell: CellRequest | None, before: Sequence[str], outcome: CallOutcome) -> None:
         """Ask again, plan by plan, or give up: a worker that was killed by chance is no fault of a plan."""

@@ -157,7 +157,7 @@ def _compare(reference: Tensor, logits: Sequence[Tensor], targets: Tensor) -> _L
     for rows in (rows for piece in logits for rows in piece.split(_ROWS)):
         ours = rows.float().log_softmax(-1).cpu()
         if not bool(torch.isfinite(ours).all()):
-            raise NotANumber("the model gave a log-probability that is not a number")
+            raise NotANumber.of_logits()
         whole = reference[first : first + len(rows)]
         apart.append((whole.exp() * (whole - ours)).sum(-1).clamp_min(0).double())
         told.append(ours.gather(1, targets[first : first + len(rows), None])[:, 0].double())

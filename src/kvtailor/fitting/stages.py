@@ -13,10 +13,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.kept_prompts import KeptPrompts
+from kvtailor.bench.measure.memory_gauge import is_out_of_memory, out_of_memory
 from kvtailor.bench.measure.statistics import mean
 from kvtailor.bench.resources import CellResources
 from kvtailor.bench.runner import plan_run
@@ -520,8 +519,11 @@ class Fitting:
                     executor=self.executor,
                     resources=self.resources,
                 )
-            except (KvtailorError, MemoryError, torch.OutOfMemoryError) as error:
-                self.notes.append(f"No times were measured: {str(error).splitlines()[0]}")
+            except (KvtailorError, MemoryError, RuntimeError) as error:
+                if not isinstance(error, KvtailorError) and not is_out_of_memory(error):
+                    raise
+                why = out_of_memory(error) if is_out_of_memory(error) else str(error).splitlines()[0]
+                self.notes.append(f"No times were measured: {why}")
                 return []
         self.notes += [f"The time of {each.label} was not measured: {each.error}" for each in found if each.error]
         disturbed = [each.label for each in found if each.error is None and each.samples == 0]

@@ -225,15 +225,22 @@ def test_the_model_has_its_own_attention_while_prompts_are_kept() -> None:
     assert kept.bytes and model.config._attn_implementation == "sdpa"
 
 
-def test_a_device_whose_memory_ends_is_given_back_what_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["fill", "keep"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, None])
+def test_a_device_whose_memory_ends_is_given_back_what_was_kept(
+    error: type[Exception] | None, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build("llama")
     ids, _ = prompts((80,))
     kept, plan = KeptPrompts(), Plan.parse(PLANS[0])
 
-    def full(*args: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
+    def full(*args: object, **options: object) -> None:
+        if error is None:
+            torch.empty(10**16)
+        else:
+            raise error("no memory")
 
-    monkeypatch.setattr("kvtailor.bench.measure.kept_prompts.fill", full)
+    monkeypatch.setattr(f"kvtailor.bench.measure.kept_prompts.{place}", full)
     cache = kvtailor.cache_for(model, plan)
     assert kept.filled(model, ids, cache, last_only=True) is None and not kept.bytes
     assert "memory" in kept.told(plan)["prefill_own"] and cache.seen == 0

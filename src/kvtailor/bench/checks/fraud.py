@@ -39,7 +39,7 @@ CHECKS: tuple[str, ...] = tuple(MEANINGS)
 MAY_BE_ALLOWED: tuple[str, ...] = CHECKS[CHECKS.index("same results on other data") :]
 
 OF_ONE_PLAN = ("whole budget", "calibration on the evaluated text", "untouched cache")
-"""Those that discredit one plan alone where they fail while a task runs: its record has an error, the run goes on."""
+"""Name those that are one plan's error where they fail while a task runs: its record says so, and the run goes on."""
 
 _ALLOWANCE = "Allowed by the user: "
 

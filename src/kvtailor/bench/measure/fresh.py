@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.measure.memory_gauge import Gauge, gauge_of
+from kvtailor.bench.measure.memory_gauge import Gauge, gauge_of, is_out_of_memory, out_of_memory
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError
 
@@ -122,8 +122,12 @@ def answer(job: Callable[[Subject, Contestant, Gauge, Mapping[str, Any]], dict[s
             **job(subject, contestant, gauge, request["settings"]),
             "weight_bytes": weights[1] if weights else None,
         }
-    except (KvtailorError, ValueError, torch.OutOfMemoryError) as error:
+    except (KvtailorError, ValueError) as error:
         found = {"error": str(error)}
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        found = {"error": out_of_memory(error)}
     spilled = gauge.spilled()
     print(json.dumps({"error": spilled} if spilled else found))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvtailor.bench.checks.fraud import Fraud
 from kvtailor.bench.measure.machine import free_bytes
+from kvtailor.bench.measure.memory_gauge import is_out_of_memory
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs.replayed_cache import ReplayedCache
@@ -168,7 +169,9 @@ class KeptPrompts:
             if len(kept.repeated) > before:
                 self._weigh(entry)
             note.compared = self._compared_once(model, ids, cache.plan, kept, last_only, instruction) or note.compared
-        except torch.OutOfMemoryError:
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             # Nothing more is tried: what is kept in the midst of a measurement would be taken for the cache's.
             self.off = "the device's memory did not hold a kept prompt beside the cache"
             self.forget()
@@ -265,16 +268,18 @@ class KeptPrompts:
                 continue
             try:
                 kept = keep(model, ids, needs, last_only=last_only)
-            except torch.OutOfMemoryError:
-                self.off = why = "the device's memory did not hold a prompt that is kept"
-                self.forget()
-                break
             except CannotKeep as error:
                 self.off = why = str(error)
                 break
             except (KvtailorError, ValueError) as error:
                 # Where the plan itself is at fault, its own prefill says so.
                 why = str(error)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.off = why = "the device's memory did not hold a prompt that is kept"
+                self.forget()
+                break
             else:
                 self.forwards += 1
                 entry = _Entry(kept, 0, self._sample)

@@ -1,7 +1,8 @@
 """How much memory a process has taken: the kernel's counters on the CPU, the allocator's on an accelerator.
 
 Both are read the same way: `now`, a `reset` of the high-water mark, `highest` since then, and `spilled`, a sentence
-where the counters are wrong, because memory was moved to a place that they do not count.
+where the counters are wrong, because memory was moved to a place that they do not count. `is_out_of_memory` tells the
+errors that come where there is too little of it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,24 @@ import torch
 from kvtailor.bench.measure.machine import resident_bytes
 from kvtailor.errors import KvtailorError
 
-__all__ = ["AllocatorGauge", "Gauge", "ResidentGauge", "gauge_of"]
+__all__ = ["AllocatorGauge", "Gauge", "ResidentGauge", "gauge_of", "is_out_of_memory", "out_of_memory"]
 
 _CLEAR = Path("/proc/self/clear_refs")
+# What torch's allocator of the CPU says in a plain RuntimeError.
+_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is that a processor's or an accelerator's memory did not suffice."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+
+
+def out_of_memory(error: BaseException) -> str:
+    """Return the sentence on such an error, with the first line of what it says."""
+    said = str(error).strip().split("\n")[0]
+    return f"the memory did not suffice{f' ({said})' if said else ''}: a shorter context or fewer rows need less"
 
 
 class Gauge(ABC):

@@ -11,6 +11,7 @@ from typing import Any
 from kvtailor.bench.build import SettingsError, make_task
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS, setting_faults
+from kvtailor.bench.loop import sides_of
 from kvtailor.bench.resources import CellResources
 from kvtailor.bench.runner import TaskJob, plan_run, run
 from kvtailor.bench.schema import Record
@@ -55,8 +56,16 @@ class Prepared:
         return plan_run(self.jobs)
 
     def failed(self, records: Sequence[Record]) -> list[Record]:
-        """Those that have an error, though their task and their plan were to be had."""
-        there = {(job.asked, each.hash) for job in self.jobs if job.task is not None for each in job.there}
+        """Return those that have an error, though their task and their plan were to be had.
+
+        The model's own cache is among them where a task measures it too.
+        """
+        there = {
+            (job.asked, each.hash)
+            for job in self.jobs
+            if job.task is not None
+            for each in sides_of(job.task, job.there)
+        }
         return [each for each in records if each.error is not None and (each.asked, each.plan_hash) in there]
 
     def run(self, **options: Any) -> list[Record]:

@@ -212,9 +212,8 @@ def capacity_of(subject: Subject, contestant: Contestant, gauge: Gauge, settings
     Raises:
         KvtailorError: the memory or its high-water mark cannot be read.
     """
-    import torch
-
     from kvtailor.bench.measure.fresh import prefill, random_tokens
+    from kvtailor.bench.measure.memory_gauge import is_out_of_memory
 
     weights, memory = subject.weights(), settings["memory_bytes"] or gauge.free
     if weights is None or memory is None or not gauge.resets:
@@ -239,7 +238,9 @@ def capacity_of(subject: Subject, contestant: Contestant, gauge: Gauge, settings
             ids = random_tokens(subject, context, batch)
             try:
                 known[context, batch] = need_of(ids)
-            except torch.OutOfMemoryError:
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 # What does not fit the device does not fit a memory that is no larger.
                 known[context, batch] = Need(cache=0, whole=max(memory, gauge.free or 0) + 1)
         return known[context, batch]

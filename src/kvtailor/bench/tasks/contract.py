@@ -96,11 +96,33 @@ class Demand:
     decoded: int = 0
 
 
+# What to do about results that are no numbers.
+_WIDER = "ask for a dtype with a wider range (float16 ends at 65504), or give the plan other settings"
+
+
 class NotANumber(KvtailorError):
     """Something that a plan gave on a sample is NaN or infinite.
 
-    It is the plan's error like any other, but of 'full', which all plans are compared with, it ends the run.
+    It is the plan's error like any other, but of 'full', which all plans are compared with, it ends the task, and
+    outside of suites the run.
     """
+
+    @classmethod
+    def of_logits(cls) -> NotANumber:
+        """Return the error of a plan under which the model's logits are no numbers."""
+        return cls(f"the model gave a log-probability that is not a number: {_WIDER}")
+
+    @classmethod
+    def of_results(cls, names: Iterable[str]) -> NotANumber:
+        """Return the error of a plan whose results are no numbers.
+
+        Args:
+            names: of those results.
+        """
+        return cls(
+            f"NaN or infinity came out as {', '.join(names)}, and a record holds numbers alone: {_WIDER}; a task gives "
+            "None for what is not there"
+        )
 
 
 class Turns(Protocol):
@@ -272,7 +294,10 @@ class PlanByPlan(Task):
         Raises:
             Fraud: a sanity check failed: of this plan alone, see `checks.OF_ONE_PLAN`, or the run ends.
             KvtailorError, ValueError: this plan cannot be scored. Its record says so, and the others go on. Of 'full' a
-                `NotANumber` ends the run.
+                `NotANumber` ends the task.
+            MemoryError, RuntimeError: the memory did not suffice for this plan, see `is_out_of_memory` in
+                `bench.measure.memory_gauge`. Its record says so, and the others go on. Any other RuntimeError ends
+                the run.
         """
 
     def recall(self, contestant: Contestant, sample: Sample, values: Mapping[str, Sequence[float]]) -> None:
@@ -310,6 +335,7 @@ class AllAtOnce(Task):
             Fraud: a sanity check failed outside of a plan's turn, or is not of one plan alone, and the run ends.
             NotANumber: outside of a plan's turn, of 'full'.
             KvtailorError: no plan can be scored.
+            MemoryError, RuntimeError: outside of a plan's turn the memory did not suffice, which ends the task.
         """
 
 

@@ -300,7 +300,7 @@ def _run(subject: Subject, contestant: Contestant, window: Window) -> _Run:
                 rows.append(subject.forward(window.targets[None, :-1], cache)[0][0])
     scores = torch.cat(rows).float().cpu().log_softmax(-1)
     if bool(scores.isnan().any()):
-        raise NotANumber("the model gave a log-probability that is not a number")
+        raise NotANumber.of_logits()
     return _Run(scores, held, queries, weight)
 
 

@@ -235,7 +235,7 @@ class Perplexity(PlanByPlan):
             tried += () if said is None else (said,)
         nll = tuple(-float(s.mean()) for s, _ in scored)
         if not all(math.isfinite(x) for x in nll):
-            raise NotANumber("the model gave a log-probability that is not a number")
+            raise NotANumber.of_logits()
         heaviest = max((w for _, w in scored), key=lambda w: w.get("bytes_held", 0))
         if contestant.is_full:
             shared.rounding = self._rounding(subject, contestant, windows[0], scored[0][0])
@@ -398,7 +398,7 @@ def score_window(
 
 
 def _exp(nats: float) -> float:
-    """Of what no float can hold infinity, which no record takes."""
+    """Return e to the power of some nats; infinity, which no record takes, where that is more than a float holds."""
     try:
         return math.exp(nats)
     except OverflowError:
