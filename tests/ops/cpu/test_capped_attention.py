@@ -18,8 +18,8 @@ from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole
 
 CAP = 0.6
-# Plain states, codes of levels and of pairs, and signs are decoded where there are no kernels.
-NOT_FOLDED = ("plain", "levels", "grid", "signs", "nv", "mx", "fitted")
+# Plain states, floats, codes of levels and of pairs, and signs are decoded where there are no kernels.
+NOT_FOLDED = ("plain", "levels", "grid", "signs", "nv", "mx", "fp", "fitted")
 # (n, g, t, s, d): 63 slots, odd heads, sizes that no vector divides, several blocks and pieces.
 SIZES = [(2, 4, 1, 63, 128), (3, 1, 1, 600, 64), (3, 3, 5, 130, 24), (1, 7, 2, 1030, 80), (1, 1, 16, 1, 96)]
 
