@@ -21,7 +21,8 @@ from kvtailor.ops.segments.attention_inputs import AttentionInputs
 from kvtailor.ops.segments.coded import Whole
 
 # Floats, codes of levels, of points and signs are decoded where there are no kernels.
-CODES = [name for name in LAYOUTS if not name.startswith(("plain", "levels", "grid", "signs", "nv", "mx", "fp", "fitted"))]
+DECODED = ("plain", "levels", "grid", "signs", "nv", "mx", "fp", "fitted")
+CODES = [name for name in LAYOUTS if not name.startswith(DECODED)]
 # (b, h, g, t, s, d)
 SIZES = [(1, 2, 4, 1, 63, 128), (3, 1, 1, 1, 600, 64), (2, 3, 3, 5, 130, 24), (1, 1, 7, 2, 1100, 80)]
 
