@@ -28,6 +28,7 @@ from kvtailor.bench.tasks.contract import NotANumber, PlanByPlan, Sample, Scored
 from kvtailor.bench.tasks.settings import Metric
 from kvtailor.errors import KvtailorError
 from kvtailor.fitting.pieces import TEXT, Piece
+from kvtailor.types.late_checks import all_finite
 
 __all__ = ["Damage"]
 
@@ -156,7 +157,7 @@ def _compare(reference: Tensor, logits: Sequence[Tensor], targets: Tensor) -> _L
     # A few rows at a time stay in a core's cache; tensors of all rows would be new memory each time.
     for rows in (rows for piece in logits for rows in piece.split(_ROWS)):
         ours = rows.float().log_softmax(-1).cpu()
-        if not bool(torch.isfinite(ours).all()):
+        if not bool(all_finite(ours)):
             raise NotANumber.of_logits()
         whole = reference[first : first + len(rows)]
         apart.append((whole.exp() * (whole - ours)).sum(-1).clamp_min(0).double())

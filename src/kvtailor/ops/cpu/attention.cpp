@@ -628,10 +628,11 @@ struct Piece {
       table_of_run(keys.step, at, step);
       table_of_run(keys.low, at, low);
 #if defined(SHORT_PRODUCTS)
-      if (shared) shares.fill(step, keys.size, keys.bits);
-      for (int64_t r = 0; r < rows && shared; r++)
-        sums_at[r] = shares.times(cut_query(rows + r), query + r * tables.wide_keys, low, keys.size, cut_query(r));
-      if (!shared)
+      if (shared) {
+        shares.fill(step, keys.size, keys.bits);
+        for (int64_t r = 0; r < rows; r++)
+          sums_at[r] = shares.times(cut_query(rows + r), query + r * tables.wide_keys, low, keys.size, cut_query(r));
+      } else
 #endif
         for (int64_t r = 0; r < rows; r++) sums_at[r] = fold(r, step, low);
       float* to = logits_at + (t - first);

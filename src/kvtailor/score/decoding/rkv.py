@@ -33,9 +33,11 @@ from kvtailor.types import Held, Needs
 
 __all__ = ["RKV"]
 
-# Keys are compared so many at a time: where the host can look at each answer, with few others first.
+# Tokens whose keys are compared at once: on a device _BLOCK with all others; on a CPU _ROWS, with as many of the newest
+# as make _PAIRS pairs, and _BLOCK at the least.
 _BLOCK = 128
-_ROWS, _PAIRS = 2048, 1 << 18
+_ROWS = 2048
+_PAIRS = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
