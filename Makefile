@@ -45,7 +45,7 @@ benchmark: $(READY)
 
 # Every table, card and verdict that is written from docs/records, anew.
 pages: $(READY)
-	for writer in real_models reports pairs fits cards methods; do .venv/bin/python docs/write_$$writer.py || exit; done
+	for writer in real_models reports decode fits cards methods; do .venv/bin/python docs/write_$$writer.py || exit; done
 
 docs: $(DOCS_READY)
 	.venv/bin/python docs/write_methods.py

@@ -26,7 +26,7 @@ method, beginning with another one for each, so that every method and every code
 cut off goes on where `--out` ends; the first line of that file says how the others were measured, and on what.
 
 The last line is one JSON object: rows of method, codec, milliseconds a token and ratio, and what was left out.
-`docs/write_pairs.py` makes the tables of docs/measured.md from such files in docs/records.
+`docs/write_decode.py` makes the tables of docs/measured.md from such files in docs/records.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ beside it, of SmolLM2-135M (9 on 3 of 64) and of Qwen2.5-0.5B (14 on 2 of 64); a
 head out. Where the model computes in float32, `--cache-dtype` is that of our caches, and transformers' hold float32.
 
 Rows go into FILE as they come, JSON lines; the first says how they were measured. A run that was cut off, by
-`--seconds` too, goes on where FILE ends. What a plan refuses stands there with its reason.
+`--seconds` too, goes on where FILE ends. What a plan refuses stands there with its reason. `docs/write_decode.py` makes
+the tables of docs/measured.md from such files in docs/records.
 """
 
 from __future__ import annotations

@@ -1,0 +1,297 @@
+"""Writes what a decoded token takes into docs/measured.md, from docs/records/decode*.jsonl and pairs*.jsonl alone.
+
+    python docs/write_decode.py
+
+What stands between `<!-- decode: NAME -->` and `<!-- /decode -->` is made anew: NAME is `presets` for every preset over
+the model's own cache, `pairs` for pairs of a choosing method and a codec over it; `parts`, `parts by codec` and `parts
+above` are pairs over the slower of their own parts. The first two are what `benchmarks/plans.py --out` wrote, one file
+for each kind of processor, the last three what `benchmarks/pairs.py --out` did. A plan above 1.1 that has no reason
+here is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtailor.plan import registry
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "measured.md"
+RECORDS = ROOT / "docs" / "records"
+PARTS = {
+    "slack as it is": RECORDS / "pairs.jsonl",
+    "`slack=0`": RECORDS / "pairs-slack-0.jsonl",
+    "`streaming`, `streamingllm`, `slack=0`": RECORDS / "pairs-streaming.jsonl",
+}
+"""The files of `benchmarks/pairs.py`, by what the columns are called."""
+OVER_OWN, OVER_PARTS = 1.1, 2.0
+"""Above these a plan is listed with a reason: over the model's own cache, and over the slower of its parts."""
+DISTURBED, SLOW = 1.25, 0.75
+"""Quartiles are shown that lie so far apart; methods are listed of which a pair takes more than so much."""
+SIDES = {
+    "DynamicCache": "transformers' `DynamicCache`, its default",
+    "full after one token": "the rest of the model: `full` after one token",
+}
+"""What was timed and is no plan."""
+# By a plan's name, its method or its codec.
+WHY_OVER_OWN: dict[str, str] = {}
+WHY_OVER_PARTS: dict[str, str] = {
+    "by_age": "what has grown old is encoded anew at each token, so each takes the slow path, by scores",
+    "fp8": "no kernel read it where it lies then, so each token took the slow path, where codes move too",
+    "score noncausal + channels": "mended since: each decoded token joined its samples, though no eviction follows",
+    "indexed": "it is no code, so nothing waits to be a block: each token takes the slow path, by scores",
+}
+_BLOCK = re.compile(r"(<!-- decode: ([\w ]+) -->\n).*?(<!-- /decode -->)", re.DOTALL)
+
+Run = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]
+Runs = Mapping[str, Run]
+
+
+def written(page: str, records: Mapping[str, Runs]) -> str:
+    """Return a page with all of its blocks made anew.
+
+    Args:
+        page: as it is.
+        records: what `read` gives.
+
+    Raises:
+        ValueError: a plan is above, and nothing says why.
+    """
+    makers: dict[str, Callable[[], list[str]]] = {
+        "presets": lambda: _presets(records["presets"]),
+        "pairs": lambda: _pairs(records["pairs"]),
+        "parts": lambda: _parts(records["parts"]),
+        "parts by codec": lambda: _by("codec", records["parts"]),
+        "parts above": lambda: _parts_above(records["parts"]),
+    }
+    return _BLOCK.sub(lambda hit: f"{hit[1]}{chr(10).join(makers[hit[2]]())}\n{hit[3]}", page)
+
+
+def read(folder: Path = RECORDS) -> dict[str, dict[str, Run]]:
+    """Return how each record was measured, and its rows, by the name of its columns, for what `written` writes."""
+    found: dict[str, dict[str, Run]] = {"presets": {}, "pairs": {}, "parts": {}}
+    for path in sorted(folder.glob("decode-*.jsonl")):
+        how, rows = _lines(path)
+        kernels = how["cpu"].rpartition("kernels ")[2]
+        found[how["plans"]][f"`{kernels}`"] = how, [{**row, **_halves(row["plan"])} for row in rows]
+    for name, path in PARTS.items():
+        how, rows = _lines(path)
+        found["parts"][name] = how, [{"plan": f"{row['method']} + {row['codec']}", **row} for row in rows]
+    return found
+
+
+def _lines(path: Path) -> Run:
+    how, *rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return how, rows
+
+
+def _halves(plan: str) -> dict[str, str]:
+    """Return the method and the codec of a pair; nothing for another plan."""
+    method, _, codec = plan.rpartition(" + ")
+    return {"method": method, "codec": codec} if method else {}
+
+
+def _timed(run: Run) -> list[Mapping[str, Any]]:
+    """Return the rows of plans that have times."""
+    return [row for row in run[1] if "ratio" in row and row.get("plan") not in SIDES]
+
+
+def _presets(runs: Runs) -> list[str]:
+    contexts = sorted({row["context"] for _, rows in runs.values() for row in rows})
+    rows_of = {name: {(row["plan"], row["context"]): row for row in run[1]} for name, run in runs.items()}
+    timed = {row["plan"] for run in runs.values() for row in _timed(run)}
+    heads = [f"{name}: {' | '.join(f'{tokens:,}' for tokens in contexts)}" for name in runs]
+    table = [f"| preset | bytes over `full` | {' | '.join(heads)} |", "|---" * (2 + len(runs) * len(contexts)) + "|"]
+    for plan in (*SIDES, *sorted(timed)):
+        shares = {_share(rows, plan, contexts[-1]) for rows in rows_of.values()}
+        cells = [_cell(rows.get((plan, tokens))) for rows in rows_of.values() for tokens in contexts]
+        table.append(f"| {SIDES.get(plan, f'`{plan}`')} | {', '.join(sorted(shares))} | {' | '.join(cells)} |")
+    return [*_how(runs), "", *table, "", *_left_out(runs), *_not_run(rows_of, contexts), "", *_above(runs)]
+
+
+def _share(rows: Mapping[tuple[str, int], Mapping[str, Any]], plan: str, tokens: int) -> str:
+    """Return a plan's bytes as a share of those of `full`."""
+    mine, whole = (rows.get((name, tokens), {}).get("bytes") for name in (plan, "full"))
+    return f"{100 * mine / whole:.0f} %" if mine and whole else "-"
+
+
+def _not_run(rows_of: Mapping[str, Mapping[tuple[str, int], Any]], contexts: Sequence[int]) -> list[str]:
+    """Return which presets a record lacks: they are newer."""
+    lines = []
+    for name, rows in rows_of.items():
+        missing = sorted(plan for plan in registry.presets() if any((plan, each) not in rows for each in contexts))
+        if missing:
+            lines += _folded(f"Not run yet, {name}: {', '.join(f'`{plan}`' for plan in missing)}.")
+    return lines
+
+
+def _pairs(runs: Runs) -> list[str]:
+    tables = [*_by("codec", runs), "", *_by("method", runs, SLOW)]
+    return [*_how(runs), "", *tables, "", *_left_out(runs), "", *_above(runs)]
+
+
+def _how(runs: Runs) -> list[str]:
+    lines = []
+    for name, run in runs.items():
+        how, rows = run
+        counts = []
+        for tokens in sorted({row["context"] for row in rows}):
+            here = [row for row in rows if row["context"] == tokens and "ratio" in row]
+            plans = [row["ratio"] for row in here if row["plan"] not in SIDES]
+            own = statistics.median(row["own_ms"] for row in here)
+            counts.append(
+                f"after {tokens:,} tokens {len(plans)} {how['plans']}, {sum(each > OVER_OWN for each in plans)} above "
+                f"{OVER_OWN:g}, median {statistics.median(plans):.2f} of {own:.0f} ms"
+            )
+        machine = (
+            f"{name}: {how['cpu'].partition(',')[0]}, torch {how['torch']}, a model of the shape `{how['shape']}` with "
+            f"{how['layers']} layers in {how['dtype']}, threads: {how['threads']}, {how['clock']} time, medians of "
+            f"{how['rounds']} in turns with `StaticCache`"
+        )
+        every = f" (`--every {how['every']}`)" if how["every"] > 1 else ""
+        lines += _folded(f"{machine}{every}: {'; '.join(counts)}.", bullet=True)
+    return lines
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    """Return a ratio, with the ratios of its quartiles where they lie far apart."""
+    if row is None or "ratio" not in row:
+        return "-"
+    low, high = row["spread"]
+    return f"{row['ratio']:.2f}" + (f" [{low:.2f} to {high:.2f}]" if high > DISTURBED * low else "")
+
+
+def _left_out(runs: Runs) -> list[str]:
+    """Return which plans have no times, by what their refusals say."""
+    refused = {row["plan"]: row["left_out"] for _, rows in runs.values() for row in rows if "left_out" in row}
+    uncalibrated = {plan: text for plan, text in refused.items() if "no file is named" in text}
+    faults = Counter(_fault(text) for plan, text in refused.items() if plan not in uncalibrated)
+    said = []
+    if uncalibrated:
+        wanting = Counter(text.partition(":")[0] for text in uncalibrated.values())
+        whose = wanting if any("+" in plan for plan in uncalibrated) else dict.fromkeys(uncalibrated, 1)
+        said.append(
+            f"{len(uncalibrated)} want a file made for a model's weights, and these are random ({_named(whose)})"
+        )
+    if faults:
+        said.append(f"{sum(faults.values())} are refused as plans, by what these say ({_named(faults)})")
+    return _folded(f"Left out: {'; '.join(said) or 'none'}.")
+
+
+def _fault(text: str) -> str:
+    """Return which method the first fault of a plan is of."""
+    return text.partition(": - ")[2].split()[0].rstrip(":")
+
+
+def _named(counts: Mapping[str, int]) -> str:
+    ranked = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
+    return ", ".join(f"`{name}`" + (f" {count}" if count > 1 else "") for name, count in ranked)
+
+
+def _by(side: str, runs: Runs, least: float = 0.0) -> list[str]:
+    """Return a table with a row for each codec or method; those that never take more than `least` are one row."""
+    heads = [f"{name}: pairs | median | most" for name in runs]
+    lines = [f"| {side} | {' | '.join(heads)} |", "|---" * (1 + 3 * len(runs)) + "|"]
+    slowest: dict[str, float] = {}
+    for run in runs.values():
+        for row in _timed(run):
+            slowest[row[side]] = max(row["ratio"], slowest.get(row[side], 0.0))
+    shown = sorted(name for name, ratio in slowest.items() if ratio > least)
+    rest = slowest.keys() - set(shown)
+    groups = [(f"`{name}`", {name}) for name in shown] + ([(f"{len(rest)} others", set(rest))] if rest else [])
+    other = "method" if side == "codec" else "codec"
+    for name, members in groups:
+        cells = []
+        for run in runs.values():
+            mine = [row for row in _timed(run) if row[side] in members]
+            if not mine:
+                cells.append("0 | - | -")
+                continue
+            most, median = max(mine, key=lambda row: row["ratio"]), statistics.median(row["ratio"] for row in mine)
+            whose = most[other] if len(members) == 1 else f"{most['method']} + {most['codec']}"
+            cells.append(f"{len(mine)} | {median:.2f} | {most['ratio']:.2f} ({whose})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _above(runs: Runs) -> list[str]:
+    """Return a table of the plans that take more than the model's own cache, with the reason of each."""
+    lines = [
+        f"| above {OVER_OWN:g} | | tokens | ms, of `StaticCache` | ratio of the medians, of the quartiles | why |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, run in runs.items():
+        for row in sorted(_timed(run), key=lambda row: (-row["context"], -row["ratio"])):
+            if row["ratio"] <= OVER_OWN:
+                continue
+            low, high = row["spread"]
+            lines.append(
+                f"| {row['plan']} | {name} | {row['context']:,} | {row['ms']:.1f}, {row['own_ms']:.1f} "
+                f"| {row['ratio']:.2f} [{low:.2f} to {high:.2f}] | {why(row, WHY_OVER_OWN)} |"
+            )
+    return lines if len(lines) > 2 else [f"None is above {OVER_OWN:g}."]
+
+
+def why(row: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
+    """Return why a plan is above, by its name, by its method or by its codec.
+
+    Raises:
+        ValueError: nothing says it.
+    """
+    names = [row[name] for name in ("plan", "method", "codec") if name in row]
+    found = next((reasons[name] for name in names if name in reasons), None)
+    if found is None:
+        raise ValueError(
+            f"{row['plan']} is above with {row['ratio']:g}, and docs/write_decode.py has no reason for it: give one "
+            f"under one of {names}"
+        )
+    return found
+
+
+def _parts(runs: Runs) -> list[str]:
+    lines = []
+    for name, run in runs.items():
+        how, timed = run[0], _timed(run)
+        above = sum(row["ratio"] > OVER_PARTS for row in timed)
+        ratio = statistics.median(row["ratio"] for row in timed)
+        methods, codecs = (len({row[side] for row in timed}) for side in ("method", "codec"))
+        lines += [
+            f"- {name[:1].upper()}{name[1:]}: {len(timed)} pairs of {methods} methods and {codecs} codecs,",
+            f"  {len(run[1]) - len(timed)} left out by refusals, {above} above {OVER_PARTS:g}, median {ratio:.2f}",
+            f"  ({how['cpu']}, torch {how['torch']}, model `{how['model']}` with {how['layers']} layers,",
+            f"  {how['threads']} thread, {how['rounds']} rounds of {how['stretch']} tokens, `--every {how['every']}`).",
+        ]
+    return lines
+
+
+def _parts_above(runs: Runs) -> list[str]:
+    lines = [
+        "| pair | | ms a token: method, codec, both (of the rounds) | ratio | why |",
+        "|---|---|---|---|---|",
+    ]
+    for name, run in runs.items():
+        for row in sorted(_timed(run), key=lambda row: -row["ratio"]):
+            if row["ratio"] <= OVER_PARTS:
+                break
+            ms, (low, high) = row["ms"], row["spread"]
+            lines.append(
+                f"| {row['plan']} | {name} | {ms['method']:.1f}, {ms['codec']:.1f}, {ms['pair']:.1f} "
+                f"({low:.1f} to {high:.1f}) | {row['ratio']:.2f} | {why(row, WHY_OVER_PARTS)} |"
+            )
+    return lines
+
+
+def _folded(text: str, bullet: bool = False) -> list[str]:
+    first, others = ("- ", "  ") if bullet else ("", "")
+    return textwrap.wrap(text, 118, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), read()), encoding="utf-8")
