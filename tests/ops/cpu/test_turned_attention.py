@@ -233,3 +233,83 @@ def test_mapped_sums_do_not_overflow_and_hide_nothing(library: Library) -> None:
         stored[0, 5, 3] = wrong
         out, _ = attend(query, keys, values, turned=turned)
         assert out[0].isnan().all() and out[1].isfinite().all()
+
+
+# (lanes, rows, slots, size): several blocks, runs that end within one, every number of rows at once.
+FITTED_SIZES = [(2, 4, 600, 128), (6, 7, 300, 64), (1, 1, 257, 256), (3, 2, 63, 64), (2, 3, 129, 192)]
+
+
+def rough_states(seed: int, dtype: torch.dtype, lanes: int, slots: int, size: int) -> tuple[Tensor, Tensor]:
+    """Keys of channels that differ thirtyfold, with an offset and a loud first token, as those of models are."""
+    keys, values = (each.float() for each in states_of(seed, torch.float32, lanes, slots, size))
+    state = torch.Generator().manual_seed(seed)
+    keys = keys * torch.logspace(-1, 0.5, size)[torch.randperm(size, generator=state)]
+    keys = keys + 3 * torch.randn(size, generator=state)
+    keys[:, 0] *= 2
+    return keys.to(dtype), values.to(dtype)
+
+
+@every_variant
+@pytest.mark.parametrize("turns", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bits, group", [(2, 64), (3, 64), (4, 64), (3, 40), (4, 100)])
+def test_whole_numbers_lose_little_beside_what_levels_lose(
+    library: Library, bits: int, group: int, dtype: torch.dtype, turns: bool
+) -> None:
+    """By every lane: a variant may take fitted levels of a cache of 16 bits as whole numbers."""
+    coded = LAYOUTS["fitted3"].func
+    for index, (lanes, rows, slots, size) in enumerate(FITTED_SIZES):
+        states = rough_states(index, dtype, lanes, slots, size)
+        first = torch.zeros((lanes, slots), dtype=torch.bool)
+        first[:, 0] = True
+        keys, values = (
+            coded(each, bits=bits, group=group, share=0.02, by_channel=by_channel, whole=first)
+            for each, by_channel in zip(states, (True, False), strict=True)
+        )
+        turned = turned_by(size, Layout(rows=1, heads=lanes, size=slots, start=500)) if turns else None
+        query = torch.randn((lanes, rows, 1, size), generator=torch.Generator().manual_seed(index))
+        # So that many tokens count.
+        query *= 30 / (query.flatten(1, 2) @ states[0].float().mT).std()
+        found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1, turned=turned), using=library)
+        wholes = [Whole(states=each) for each in states]
+        if turned is None:
+            right, uncoded = (truth(query, *sides) for sides in ((keys, values), wholes))
+        else:
+            right, uncoded = (expected(query, *sides, turned) for sides in ((keys, values), wholes))
+        for lane in range(lanes):
+            off, lost = ((each[0][lane] - right[0][lane]).norm() for each in (found, uncoded))
+            assert off <= 0.03 * lost + COARSE * right[0][lane].norm(), (index, lane)
+        off, lost = ((each[1] - right[1]).abs().max() for each in (found, uncoded))
+        assert off <= 0.03 * lost + COARSE * right[1].abs().max(), index
+
+
+@every_variant
+@pytest.mark.parametrize("turns", [True, False])
+def test_the_largest_whole_numbers_do_not_overflow_and_what_is_none_stays(library: Library, turns: bool) -> None:
+    """All numbers as large as they can be, of one sign; then one that is no number, in codes and kept aside."""
+    coded, lanes, slots, size = LAYOUTS["fitted3"].func, 2, 300, 128
+    turned = turned_by(size, Layout(rows=1, heads=lanes, size=slots, start=0)) if turns else None
+    states = torch.ones((lanes, slots, size), dtype=torch.bfloat16)
+    states[:, ::2] = -1
+    made = {"bits": 4, "group": 64, "share": 0.02}
+    keys, values = (coded(states, by_channel=by_channel, **made) for by_channel in (True, False))
+    query = torch.ones(lanes, 4, 1, size)
+    query[:, 1], query[:, 2, :, ::2], query[:, 3, :, 7:] = -1, 0, 1e-3
+    inputs = AttentionInputs(query, keys, values, scaling=0.1, turned=turned)
+    right = truth(query, keys, values)
+    if turned is not None:
+        right = expected(query, keys, values, turned)
+    assert same(attend_coded(inputs, using=library), right, COARSE)
+    states = rough_states(1, torch.bfloat16, lanes, slots, size)
+    keys, values = (
+        coded(each, by_channel=by_channel, **made) for each, by_channel in zip(states, (True, False), strict=True)
+    )
+    for name, (broken, whole) in itertools.product(
+        ("low", "reach", "levels", "exact"), ((keys, "keys"), (values, "values"))
+    ):
+        table = getattr(broken, name).clone()
+        # Of a run the codes of which have all levels.
+        table.view(-1)[5] = torch.nan
+        sides = {"keys": keys, "values": values} | {whole: replace(broken, **{name: table})}
+        out, _ = attend_coded(inputs._replace(**sides), using=library)
+        assert out[0].isnan().any() and out[1].isfinite().all(), (name, whole)

@@ -5,6 +5,7 @@
 // the end. Sums are float32.
 #include "codes.h"
 #include "fitted.h"
+#include "fitted_shorts.h"
 #include "magnitudes.h"
 #include "nibbles.h"
 #include "numbers.h"
@@ -200,7 +201,8 @@ struct Tables {
   int32_t* marks = key_place + places;  // of keys, and behind them of values
   int64_t marks_of_keys = marks_of(keys, call.lanes * call.slots);
   float* prepared = (float*)(marks + marks_of_keys + marks_of(values, call.lanes * call.slots));  // see turned.h
-  bool coarse_map = maps_coarse(call.turn, keys);
+  bool coarse_map = maps_coarse(call.turn, keys), short_fitted = keys_fitted_shortly(call.turn, keys);
+  bool fitted_sums_short = fitted_shortly(values, true);
   int64_t of_turn = call.turn ? lines(room_of(*call.turn, keys.size, wide_turned, coarse_map)) : 0;
   int64_t angles = call.turn ? 2 * turning_numbers(*call.turn) : 0;  // of a token
   float* scratches = prepared + of_turn;
@@ -410,11 +412,53 @@ struct Piece {
     map_tile(matrix, tile, tables.wide_keys, stored, count, wide, turned);
   }
 
+  // Cosines and sines of a block's tokens.
+  void fill_angles_of(int64_t first, int64_t count) const {
+#if defined(SHORT_PRODUCTS)
+    if (tables.short_fitted) return fill_short_angles(*call.turn, tables.prepared, lane, call.slots, first, count, (int16_t*)angles);
+#endif
+    fill_angles(*call.turn, tables.prepared, lane, call.slots, first, count, angles);
+  }
+
+#if defined(SHORT_PRODUCTS)
+  // Queries as whole numbers are where those times scales are, of which there are none.
+  APART void logits_of_short_fitted(int64_t first, int64_t count) const {
+    const Side& keys = tables.keys;
+    const int64_t size = keys.size, planes = size / 2, apart = 2 * tables.wide_keys;
+    const int64_t wide = call.turn ? tables.wide_turned : tables.wide_keys;
+    RunTables run;
+    ShortKeys shorts;
+    shorts.begin(keys, lane, call.slots, first, count, run);
+    int16_t *asked = (int16_t*)folded, *own = (int16_t*)tile;
+    for (int64_t r = 0; r < rows; r++) sums_at[r] = shorts.cut(query + r * wide, size, asked + r * apart);
+    if (call.turn && !knows_angles) fill_angles_of(first, count);
+    int64_t known = -1;
+    for (int64_t t = first, next; t < first + count; t = next) {
+      const int64_t number = t / keys.group, end = (number + 1) * keys.group;
+      next = t + TILE < end ? t + TILE : end, next = next < first + count ? next : first + count;
+      if (number != known) {
+        run.read(keys, lane * keys.runs + number), shorts.take(run, size);
+        known = number;
+      }
+      const char* codes = data(keys, t);
+      if (keys.bits != 4) to_nibbles(keys, codes, next - t, (char*)scales), codes = (const char*)scales;
+      shorts.decode((const uint8_t*)codes, keys.bits == 4 ? keys.slot_bytes : planes, size, next - t, own);
+      shorts.put_aside(keys, lane * call.slots + t, next - t, own);
+      const int16_t* turns = (const int16_t*)angles + (t - first) * size;
+      in_rows(rows, [&](auto some, int64_t r) {
+        constexpr int R = decltype(some)::ROWS;
+        const auto products = call.turn ? fitted_products<R, true> : fitted_products<R, false>;
+        products(asked + r * apart, apart, sums_at + r, planes, own, turns, next - t, logits_at + r * BLOCK + t - first);
+      });
+    }
+  }
+#endif
+
   SMALL_CODE void logits_of_turned(int64_t first, int64_t count) const {
     const Turn& turn = *call.turn;
     const Side& keys = tables.keys;
     const int64_t wide = tables.wide_turned, stored = tables.wide_keys, each = rows / turn.joined;
-    if (!knows_angles) fill_angles(turn, tables.prepared, lane, call.slots, first, count, angles);
+    if (!knows_angles) fill_angles_of(first, count);
     const float* matrices = tables.prepared + tables.angles;
     for (int64_t i = 0; i < count; i += TILE) {
       const int64_t part = count - i < TILE ? count - i : TILE;
@@ -737,6 +781,33 @@ struct Piece {
     });
   }
 
+#if defined(SHORT_PRODUCTS)
+  APART void sum_short_fitted(int64_t first, int64_t count, float* out) const {
+    const Side& values = tables.values;
+    const int64_t size = values.size, half = size / 2, wide = tables.wide_values, place = lane * call.slots;
+    float *step = value_scales, *low = step + BLOCK + W;
+    widen_table(values, values.step, place + first, count, step);
+    widen_table(values, ((const Fitted*)values.low)->low, place + first, count, low);
+    const char* ahead = data(values, first) + VALUES_AHEAD;
+    RunTables run;
+    for (int64_t t = first, next; t < first + count; t = next) {
+      const int64_t number = t / values.group, end = (number + 1) * values.group;
+      next = t + SHORT_RUN < end ? t + SHORT_RUN : end, next = next < first + count ? next : first + count;
+      run.read_levels(values, lane * values.runs + number);
+      const char* codes = data(values, t);
+      if (values.bits != 4) to_nibbles(values, codes, next - t, (char*)tile), codes = (const char*)tile;
+      const int64_t apart = values.bits == 4 ? values.slot_bytes : half;
+      const float *weights = logits_at + (t - first), *steps = step + (t - first), *lows = low + (t - first);
+      fitted_sums(weights, rows, codes, apart, next - t, run, steps, lows, out, size, wide, ahead);
+      over_aside(values, place + t, next - t, 1, [&](int64_t i, int64_t c, float x) {
+        const int byte = (uint8_t)codes[i * apart + c % half], code = c < half ? byte & 15 : byte >> 4;
+        const float more = x - (run.levels[code] * steps[i] + lows[i]);
+        for (int64_t r = 0; r < rows; r++) out[r * wide + c] += weights[r * BLOCK + i] * more;
+      });
+    }
+  }
+#endif
+
   void keep(int64_t first, int64_t count, const float* tops) const {
     for (int64_t r = 0; r < rows; r++) {
       kept_tops(call, lane, r)[first / BLOCK] = tops ? tops[r] : NOTHING;
@@ -747,6 +818,10 @@ struct Piece {
   void block(int64_t first, int64_t count, float* tops, float* totals, float* out) const {
     if (!look(first, count)) return call.kept ? keep(first, count, nullptr) : void();
     const int64_t wide = tables.wide_keys, width = tables.wide_values;
+#if defined(SHORT_PRODUCTS)
+    if (tables.short_fitted) logits_of_short_fitted(first, count);
+    else
+#endif
     if (call.turn) logits_of_turned(first, count);
     else if (tables.fused_keys) logits_of_codes(first, count);
     else
@@ -764,6 +839,9 @@ struct Piece {
     if (tables.signed_values) add_sums_of_signs(first, count, out + rows * width);
     if (call.value_magnitudes) magnify_weights(first, count, out);
     if (tables.fused_values) return sum_codes(first, count, out);
+#if defined(SHORT_PRODUCTS)
+    if (tables.fitted_sums_short) return sum_short_fitted(first, count, out);
+#endif
     over(tables.values, width, first, count, [&](auto type, const char* values, int64_t stride, int64_t at, int64_t n) {
       mix<decltype(type)>(logits_at + at, rows, values, stride, n, out, width);
     });
@@ -835,7 +913,7 @@ SMALL_CODE void chunk_of_lanes(const Call& call, const Tables& tables, int64_t i
       if (t >= stop) continue;
       Piece work(call, tables, lane, scratch);
       const int64_t count = (next < stop ? next : stop) - t, most = (next < last ? next : last) - t;
-      if (!known) fill_angles(*call.turn, tables.prepared, lane, call.slots, t, most, work.angles);
+      if (!known) work.fill_angles_of(t, most);
       work.knows_angles = known = true;
       float* tops = call.found + (lane * each + index % each) * call.rows * (2 + tables.all_values);
       read_slots(work, t, t + count, tops);

@@ -22,14 +22,30 @@ int64_t whole_at(const Side& side, const void* table, int64_t i) {
   return side.size > 255 ? (int64_t)((const int16_t*)table)[i] : (int64_t)((const uint8_t*)table)[i];
 }
 
-// Writes the marks of a side, those of `slots` slots of all lanes together.
+// How many numbers MARKED tokens from slot i on have kept aside.
+int64_t marked_at(const Side& side, const void* counts, int64_t i) {
+#if defined(__AVX2__)
+  if (side.size <= 255) {
+    const __m128i both = _mm_sad_epu8(load<__m128i>((const uint8_t*)counts + i), _mm_setzero_si128());
+    return _mm_cvtsi128_si64(both) + _mm_extract_epi64(both, 1);
+  }
+#elif defined(__aarch64__)
+  if (side.size <= 255) return vaddlvq_u8(vld1q_u8((const uint8_t*)counts + i));
+#endif
+  int64_t found = 0;
+  for (int64_t j = i; j < i + MARKED; j++) found += whole_at(side, counts, j);
+  return found;
+}
+
+// Writes the marks of a side, those of `slots` slots of all lanes together, and of what comes after a last whole run of them.
 SMALL_CODE void mark(const Side& side, int64_t slots, int32_t* marks) {
   Fitted& fitted = *(Fitted*)side.low;
   fitted.marks = marks;
   int64_t before = 0;
-  for (int64_t i = 0; i < slots; i++) {
-    if (i % MARKED == 0) marks[i / MARKED] = (int32_t)before;
-    before += whole_at(side, fitted.counts, i);
+  for (int64_t i = 0;; i += MARKED) {
+    marks[i / MARKED] = (int32_t)before;
+    if (i + MARKED > slots) return;
+    before += marked_at(side, fitted.counts, i);
   }
 }
 
@@ -101,28 +117,54 @@ bool fitted_in_nibbles(const Side& side) {
   return NIBBLES && ((side.bits == 4 && side.size % (2 * W) == 0) || becomes_nibbles(side));
 }
 
-// Writes the numbers that were kept aside of tokens `begin`.. of all lanes over what their codes say. How many a token has
-// is chance, which no processor foresees: so a list says of which token each is, and one loop goes over it.
-APART PLAIN_LOOPS void put_aside(const Side& side, int64_t begin, int64_t count, int64_t padded, float* to) {
-  constexpr int64_t MOST = 256;
+// So many numbers that were kept aside become floats at once.
+constexpr int64_t ASIDE = 256;
+
+void widen_aside(const Side& side, int64_t at, int64_t count, float* to) {
+  widen(side.scales, (const char*)((const Fitted*)side.low)->exact + at * (side.scales == FLOAT32 ? 4 : 2), count, to);
+}
+
+// The first number that was kept aside of slot i of all lanes, or of what comes after it.
+int64_t first_aside(const Side& side, int64_t i) {
   const Fitted& fitted = *(const Fitted*)side.low;
-  int32_t rows[MOST + W];
-  int64_t at = fitted.marks[begin / MARKED], listed = 0;
-  const auto put = [&] {
+  int64_t at = fitted.marks[i / MARKED];
+  for (int64_t j = i / MARKED * MARKED; j < i; j++) at += whole_at(side, fitted.counts, j);
+  return at;
+}
+
+// Calls `each` with numbers that were kept aside of tokens `begin`.. of all lanes: where the token's row begins, `apart` from
+// the one before, the channel and the number. How many a token has is chance, which no processor foresees: so a list says of
+// which token each is, and one loop goes over it.
+template <class Each>
+INLINE static inline void over_aside(const Side& side, int64_t begin, int64_t count, int64_t apart, Each each) {
+  const Fitted& fitted = *(const Fitted*)side.low;
+  int32_t rows[ASIDE + W];
+  float exact[ASIDE];
+  int64_t at = first_aside(side, begin), listed = 0;
+  const auto take = [&](auto wide) INLINE {
     for (int64_t j = 0; j < listed; j++, at++)
-      to[rows[j] + whole_at(side, fitted.channels, at)] = scale_at(side, fitted.exact, at);
+      each(rows[j], wide ? ((const int16_t*)fitted.channels)[at] : ((const uint8_t*)fitted.channels)[at], exact[j]);
+  };
+  const auto empty = [&]() INLINE {
+    widen_aside(side, at, listed, exact);
+    if (side.size > 255) take(Number<1>());
+    else take(Number<0>());
     listed = 0;
   };
-  for (int64_t i = begin / MARKED * MARKED; i < begin; i++) at += whole_at(side, fitted.counts, i);
   for (int64_t i = 0; i < count; i++) {
     int64_t left = whole_at(side, fitted.counts, begin + i);
     do {
-      if (listed + W > MOST) put();
-      store(rows + listed, I{} + (int32_t)(i * padded));
+      if (listed + W > ASIDE) empty();
+      store(rows + listed, I{} + (int32_t)(i * apart));
       listed += left < W ? left : W, left -= W;
     } while (left > 0);
   }
-  put();
+  empty();
+}
+
+// Writes the numbers that were kept aside of tokens `begin`.. of all lanes over what their codes say.
+APART PLAIN_LOOPS void put_aside(const Side& side, int64_t begin, int64_t count, int64_t padded, float* to) {
+  over_aside(side, begin, count, padded, [&](int64_t row, int64_t channel, float x) INLINE { to[row + channel] = x; });
 }
 
 // Floats of scratch, in rows of a tile, that `decode_fitted` takes.

@@ -302,23 +302,35 @@ inline void level_sums_of(const Weights* all_of, const ByteTables& table, const 
   });
 }
 
-// The same for all channels, in their order.
+// The same for all channels, in their order, of SHORT_RUN tokens at most; a level is `unit` of a whole number. `low`: what
+// each of a token's numbers is more than its level; null: nothing.
+template <int R>
+APART void short_table_sums(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
+                            const ByteTables& table, float unit, const float* step, const float* low, const char*& next,
+                            float* out, int64_t size) {
+  constexpr int PARTS = R == 4 ? 1 : 2;
+  Weights all_of[R];
+  fill_rows<R>(all_of, 1, weights, apart, step, low, 0, count, ROOM);
+  for (int64_t c = 0; c < size / 2; c += 32)
+    each_below<2 * (3 - PARTS)>([&](auto i) INLINE {
+      constexpr int KIND = i / (3 - PARTS), FIRST = i % (3 - PARTS);
+      level_sums_of<R, PARTS, KIND, FIRST>(all_of, table, codes + c, stride, count, next, unit, out + KIND * (size / 2) + c, size);
+    });
+  if (!low) return;
+  for (int r = 0; r < R; r++)
+    for (int64_t c = 0; c < size; c += W) store(out + r * size + c, load<F>(out + r * size + c) + all_of[r].base);
+}
+
+// Of codes that stand for levels of a bell.
 template <int R>
 APART void short_level_sums(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
                             const Scales& scales, float* out, int64_t size) {
-  constexpr int PARTS = R == 4 ? 1 : 2;
   alignas(32) int16_t levels[32];
   const float unit = whole_levels(scales.levels, OF_VALUES, levels);
   const ByteTables table(levels);
   const char* next = codes + VALUES_AHEAD;
   for (int64_t first = 0; first < count; first += SHORT_RUN, codes += SHORT_RUN * stride) {
-    Weights all_of[R];
     const int64_t some = count - first < SHORT_RUN ? count - first : SHORT_RUN;
-    fill_rows<R>(all_of, 1, weights + first, apart, scales.step + first, nullptr, 0, some, ROOM);
-    for (int64_t c = 0; c < size / 2; c += 32)
-      each_below<2 * (3 - PARTS)>([&](auto i) INLINE {
-        constexpr int KIND = i / (3 - PARTS), FIRST = i % (3 - PARTS);
-        level_sums_of<R, PARTS, KIND, FIRST>(all_of, table, codes + c, stride, some, next, unit, out + KIND * (size / 2) + c, size);
-      });
+    short_table_sums<R>(weights + first, apart, codes, stride, some, table, unit, scales.step + first, nullptr, next, out, size);
   }
 }

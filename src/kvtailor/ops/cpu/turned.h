@@ -215,21 +215,31 @@ inline void cosine_and_sine(F x, F& cosine, F& sine) {
   cosine = (F)((I)(swaps ? s : c) ^ ((quarter + 1) & 2) << 30);
 }
 
-// Cosines and sines of a run of tokens, one behind the other for each of them. Angles are products in float32, as
-// where keys were turned back.
-SMALL_CODE void fill_angles(const Turn& turn, const float* prepared, int64_t lane, int64_t slots, int64_t slot,
-                                   int64_t count, float* to) {
+// Calls `each` with cosines and sines of a run of tokens, a vector at a time, and of which token and from which number on
+// they are. Angles are products in float32, as where keys were turned back.
+template <class Each>
+INLINE static inline void over_angles(const Turn& turn, const float* prepared, int64_t lane, int64_t slots, int64_t slot,
+                                      int64_t count, Each each) {
   const int64_t numbers = turning_numbers(turn);
-  for (int64_t t = slot; t < slot + count; t++, to += 2 * numbers) {
-    const int64_t column = turn.positions ? turn.positions[lane * slots + t] : turn.start + t;
+  for (int64_t t = 0; t < count; t++) {
+    const int64_t column = turn.positions ? turn.positions[lane * slots + slot + t] : turn.start + slot + t;
     const F place = all((float)(column - (turn.first ? turn.first[lane] : 0)));
     for (int64_t i = 0; i < numbers; i += W) {
       F cosine, sine;
       cosine_and_sine(load<F>(prepared + i) * place, cosine, sine);
-      store(to + i, cosine);
-      store(to + numbers + i, sine * load<F>(prepared + numbers + i));
+      each(t, i, cosine, sine);
     }
   }
+}
+
+// Cosines and sines of a run of tokens, one behind the other for each of them.
+SMALL_CODE void fill_angles(const Turn& turn, const float* prepared, int64_t lane, int64_t slots, int64_t slot,
+                                   int64_t count, float* to) {
+  const int64_t numbers = turning_numbers(turn);
+  over_angles(turn, prepared, lane, slots, slot, count, [&](int64_t t, int64_t i, F cosine, F sine) INLINE {
+    float* mine = to + 2 * t * numbers + i;
+    store(mine, cosine), store(mine + numbers, sine * load<F>(prepared + numbers + i));
+  });
 }
 
 // Tokens `wide` floats apart, turned where they are.
