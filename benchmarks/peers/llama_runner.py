@@ -85,6 +85,7 @@ class LlamaModel:
     Attributes:
         api: the module `llama_cpp`.
         vocabulary: rows of its output.
+        turns_neighbours: whether its rotary embedding turns channels 2i and 2i + 1, and not i and i + d/2.
         version: of llama-cpp-python.
     """
 
@@ -113,6 +114,8 @@ class LlamaModel:
         if not self.pointer:
             raise KvtailorError(f"llama.cpp cannot load {path}: {self.log.since(before)}")
         self.vocabulary = int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.pointer)))
+        # A llama's neighbours, a qwen2's halves; transformers turns halves of both.
+        self.turns_neighbours = llama_cpp.llama_model_rope_type(self.pointer) == llama_cpp.LLAMA_ROPE_TYPE_NORM
 
     @property
     def log(self) -> _Log:
@@ -302,8 +305,8 @@ class LlamaCache:
     def fill(self, states: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Replace what it holds by keys and values (1, h, n, d) by layer, as transformers has them, at positions 0 on.
 
-        Keys are those behind the rotary embedding. They are brought into llama.cpp's order of channels, rotated where
-        this cache rotates, and encoded as it encodes.
+        Keys are those behind the rotary embedding. They are brought into the order of channels that llama.cpp has for
+        this model, rotated where this cache rotates, and encoded as it encodes.
         """
         # One token shows the magic number and the layers of this very build.
         self.clear()
@@ -319,7 +322,7 @@ class LlamaCache:
         self.load(replace(own, positions=positions, keys=sides[0], values=sides[1]))
 
     def _encoded(self, states: Tensor, *, of_keys: bool) -> Rows:
-        rows = interleaved(states[0]) if of_keys else states[0]
+        rows = interleaved(states[0]) if of_keys and self.model.turns_neighbours else states[0]
         if self.rotates:
             rows = rotated_rows(rows, of_keys=of_keys)
         # (h, n, d) -> (n, h * d): all heads of a token are one row.

@@ -131,6 +131,22 @@ def test_a_filled_cache_decodes_what_transformers_decodes(
 
 
 @needs_llama_cpp
+def test_keys_are_brought_into_the_order_that_the_model_turns(
+    model: LlamaModel, caches: list[LlamaCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A llama's neighbours are turned by llama.cpp, and halves of a qwen2, whose keys stay as transformers has them."""
+    keys = torch.arange(64.0).expand(1, 2, 3, 64)
+    rows = {}
+    caches += [LlamaCache(model, "f32", 64, threads=1)]
+    assert model.turns_neighbours
+    for neighbours in (True, False):
+        monkeypatch.setattr(model, "turns_neighbours", neighbours)
+        caches[0].fill(dict.fromkeys(range(6), (keys, keys)))
+        rows[neighbours] = caches[0].kind.decode(caches[0].state().keys[5].data)[2, 64:68].tolist()
+    assert rows == {True: [0, 32, 1, 33], False: [0, 1, 2, 3]}
+
+
+@needs_llama_cpp
 def test_a_full_cache_is_an_error(model: LlamaModel, caches: list[LlamaCache]) -> None:
     caches += [LlamaCache(model, "f16", 256, threads=1)]
     with pytest.raises(KvtailorError, match="300 tokens after 0, but its cache has 256 cells"):
