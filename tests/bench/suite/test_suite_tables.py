@@ -76,6 +76,35 @@ def test_a_cell_of_several_tasks_is_empty_where_one_is_lacking(small, tmp_path):
     assert [cell.value for cell in suite_grids(small, some)[1].rows[0][2:]] == [None, None]
 
 
+def test_a_plan_that_failed_in_a_part_of_a_task_has_no_number_of_the_rest(small, tmp_path):
+    """It would stand beside numbers of more samples. What a later run mended is no failure any more."""
+    records = go(small, data=tmp_path)
+    at = next(i for i, r in enumerate(records) if r.task == "needle" and r.point["depth"] == 1.0)
+    whole = suite_grids(small, records)[1]
+    failed = replace(records[at], error="too little memory", values={}, metrics={})
+    broken = suite_grids(small, [*records[:at], failed, *records[at + 1 :]])[1]
+    assert broken.rows[0][1] == whole.rows[0][1] and {cell.value for cell in broken.rows[0][2:]} == {None}
+    assert "`full`: needle: too little memory" in broken.note and "too little" not in whole.note
+
+    ended = replace(failed, point={}, text_hash=None, text=None)
+    assert {cell.value for cell in suite_grids(small, [*records, ended])[1].rows[0][2:]} == {None}
+    later = [replace(r, run="later", started="2999" + r.started[4:]) if r.task == "needle" else r for r in records]
+    assert suite_grids(small, [failed, ended, *later])[1].rows == whole.rows
+    # The error of a text that is not asked for any more says nothing of this one.
+    other = replace(failed, text_hash="another text", started="2001" + failed.started[4:])
+    assert suite_grids(small, [other, *records])[1].rows == whole.rows
+
+
+def test_a_number_of_a_run_under_way_says_of_how_many_points_it_is(small, tmp_path):
+    records = go(small, data=tmp_path)
+    at = next(i for i, r in enumerate(records) if r.task == "needle" and r.point["depth"] == 1.0)
+    others = [replace(r, plan_hash="another plan") for r in records if r.task == "needle"]
+    under_way = suite_grids(small, [*records[:at], *records[at + 1 :], *others])[1]
+    assert "`full`: needle: 1 of 2 points are measured." in under_way.note
+    assert under_way.rows[0][2].value is not None
+    assert "points are measured" not in suite_grids(small, [*records, *others])[1].note
+
+
 @pytest.mark.parametrize("field", ["text_hash", "model_hash", "dtype", "device", "task_version"])
 def test_what_was_not_measured_alike_does_not_stand_together(small, text, tmp_path, field):
     records = go(small, data=tmp_path)

@@ -17,7 +17,7 @@ from kvtailor.bench.measure.equivalence import ERROR, losses_of, outcome
 from kvtailor.bench.measure.paired_hits import share, share_difference
 from kvtailor.bench.measure.statistics import Estimate, mean_difference
 from kvtailor.bench.report.suite.numbers import SHARES, documents_of, paired_samples, point_of
-from kvtailor.bench.report.suite.records import SuiteRun, alike, by_task
+from kvtailor.bench.report.suite.records import SuiteRun, alike, by_task, whole
 from kvtailor.bench.schema import Record
 from kvtailor.bench.suite.cells import SuiteCell
 from kvtailor.bench.suite.suite import Leaderboard, Suite
@@ -229,9 +229,7 @@ def _named(suite: Suite, model: str) -> list[Place]:
 
 def _good(cell: SuiteCell, plan_hash: str, of_task: Mapping[str, list[Record]]) -> list[list[Record]] | None:
     """The records of a plan for each task of a column; None where a task has none."""
-    found = [
-        [r for r in of_task.get(str(asked), ()) if r.plan_hash == plan_hash and r.error is None] for asked in cell.tasks
-    ]
+    found = [whole(of_task.get(str(asked), ()), plan_hash) for asked in cell.tasks]
     return found if all(found) else None
 
 

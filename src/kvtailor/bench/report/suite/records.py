@@ -11,7 +11,7 @@ from kvtailor.bench.schema import Record, latest
 from kvtailor.bench.suite.suite import Suite
 from kvtailor.errors import KvtailorError
 
-__all__ = ["SuiteRun", "alike", "behind", "by_model", "by_task"]
+__all__ = ["SuiteRun", "alike", "behind", "by_model", "by_task", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +102,22 @@ def behind(suite: Suite, records: Sequence[Record], model: str | None) -> list[R
 
 
 def by_task(ordered: Sequence[Record]) -> dict[str, list[Record]]:
-    """The records of each task that may stand beside each other."""
+    """The records of each task that may stand beside each other, and the errors of plans that lack some of them."""
     found: dict[str, list[Record]] = {}
     for record in ordered:
         found.setdefault(str(record.asked), []).append(record)
     return {asked: _comparable(each) for asked, each in found.items()}
+
+
+def whole(of_task: Sequence[Record], plan_hash: str) -> list[Record]:
+    """The records of a plan in a task; none where it failed in any part, since its number would be of fewer samples.
+
+    Args:
+        of_task: from `by_task`.
+        plan_hash: of the plan.
+    """
+    found = [record for record in of_task if record.plan_hash == plan_hash]
+    return [] if any(record.error is not None for record in found) else found
 
 
 def _comparable(ordered: Sequence[Record]) -> list[Record]:
@@ -120,7 +131,17 @@ def _comparable(ordered: Sequence[Record]) -> list[Record]:
         if same and record.task_version == last.task_version:
             chosen[record.plan_hash, point_of(record)] = record
     plans = {plan for plan, _ in chosen}
-    return [
-        *chosen.values(),
-        *(record for record in ordered if record.error is not None and record.plan_hash not in plans),
-    ]
+
+    def lacks(record: Record) -> bool:
+        """Whether an error is why the plan has no number, or none at this point."""
+        if record.error is None or (record.plan_hash, point_of(record)) in chosen:
+            return False
+        if record.plan_hash not in plans:
+            return True
+        if record.text_hash is None:
+            # What ended the whole task: a later run went on behind it.
+            return record.started >= good[-1].started
+        last = latest.get(point_of(record))
+        return last is None or record.text_hash == last.text_hash
+
+    return [*chosen.values(), *(record for record in ordered if lacks(record))]

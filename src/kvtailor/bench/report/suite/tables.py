@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvtailor.bench.kinds import GENERATED, KINDS, TEXTS
 from kvtailor.bench.report.machines import hardware_text, machines_of, versions_text
-from kvtailor.bench.report.suite.numbers import measured
-from kvtailor.bench.report.suite.records import alike, behind, by_task
+from kvtailor.bench.report.suite.numbers import measured, point_of
+from kvtailor.bench.report.suite.records import alike, behind, by_task, whole
 from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid, word
 from kvtailor.bench.schema import Record
 from kvtailor.bench.suite.cells import SuiteCell, SuiteTable, TableRow, TaskSettings
@@ -64,8 +64,9 @@ def suite_grids(suite: Suite, records: Sequence[Record], *, model: str | None = 
     """All tables of a suite with the numbers that are there, in the suite's order, each named SUITE-TABLE.
 
     A table compares what was measured alike: the latest weights, dtype and device of the model; of each task the latest
-    version and text; times of one run only. What does not fit is shown as not measured. Where this kvtailor lacks
-    methods, settings or tasks of a row, the last column has their names.
+    version and text; times of one run only. What does not fit is shown as not measured, and so is a plan that failed in
+    a part of a task, whose error stands in the note. Where this kvtailor lacks methods, settings or tasks of a row, the
+    last column has their names.
 
     Args:
         suite: from `read_suite`.
@@ -134,8 +135,8 @@ class _Filler:
         return ", ".join(dict.fromkeys(names))
 
     def _cell(self, cell: SuiteCell) -> Cell:
-        ours = [self._good(cell.plan, asked) for asked in cell.tasks]
-        theirs = [self._good(cell.against, asked) for asked in cell.tasks] if cell.against is not None else None
+        ours = [self._whole(cell.plan, asked) for asked in cell.tasks]
+        theirs = [self._whole(cell.against, asked) for asked in cell.tasks] if cell.against is not None else None
         found = measured(cell, ours, theirs) if all(ours) and (theirs is None or all(theirs)) else None
         if found is None:
             return EMPTY
@@ -149,9 +150,14 @@ class _Filler:
             keys=tuple(record.key for records in [*ours, *(theirs or [])] for record in records),
         )
 
-    def _good(self, plan: str, asked: TaskSettings) -> list[Record]:
-        wanted = self._suite.contestant(plan).hash
-        return [r for r in self._records.get(str(asked), ()) if r.plan_hash == wanted and r.error is None]
+    def _whole(self, plan: str, asked: TaskSettings) -> list[Record]:
+        return whole(self._records.get(str(asked), ()), self._suite.contestant(plan).hash)
+
+    def _part(self, asked: TaskSettings, plan_hash: str) -> str | None:
+        """A sentence where a task has not come to all of its points under a plan, so that its number is of few."""
+        found = self._records.get(str(asked), ())
+        mine, points = len(whole(found, plan_hash)), len({point_of(r) for r in found if r.error is None})
+        return f"{asked.kind}: {mine} of {points} points are measured." if 0 < mine < points else None
 
     def _notes(self, table: SuiteTable) -> Iterable[str]:
         """Rows that are one plan, the records' notes, and why numbers are not there."""
@@ -169,6 +175,8 @@ class _Filler:
             for asked in cell.tasks if not contestant.missing and cell.tasks[0].kind in KINDS else ():
                 found = [r for r in self._records.get(str(asked), ()) if r.plan_hash == contestant.hash]
                 gaps += not found
+                if (part := self._part(asked, contestant.hash)) is not None:
+                    said.setdefault(part, {})[f"`{cell.plan}`"] = None
                 for note, plan in (pair for record in found for pair in _said(cell, asked, record)):
                     said.setdefault(note, {})[plan] = None
         yield from (
