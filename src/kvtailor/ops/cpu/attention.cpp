@@ -17,6 +17,8 @@
 
 #if defined(__AVX512VNNI__)
 #include "blocks.h"
+#elif defined(SHORT_PRODUCTS)
+#include "short_blocks.h"
 #endif
 #if defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)
 #include <sys/auxv.h>
@@ -76,9 +78,9 @@ bool levels_coarse(const Side& side) {
 #endif
 }
 
-// Whether blocks of levels are read as blocks.h does it.
-[[maybe_unused]] bool blocks_coarse(const Side& side) {
-#if defined(__AVX512VNNI__)
+// Whether blocks of levels are read as blocks.h or short_blocks.h does it.
+[[maybe_unused]] bool blocks_coarse([[maybe_unused]] const Side& side) {
+#if defined(__AVX512VNNI__) || defined(SHORT_PRODUCTS)
   return in_blocks(side);
 #else
   return false;
@@ -92,7 +94,7 @@ bool keys_coarse(const Side& side) {
   return keys_fused(side) && side.scales != FLOAT32 && side.size <= MOST_SHORT;
 #elif defined(INTEGER_PRODUCTS)
   if (!keys_fused(side) || side.size > MOST_SHORT || folds(side) > 1) return false;
-  return has_levels(side) ? levels_coarse(side) : side.scales != FLOAT32;
+  return has_levels(side) ? levels_coarse(side) || blocks_coarse(side) : side.scales != FLOAT32;
 #else
   return false;
 #endif
@@ -108,7 +110,7 @@ bool values_short(const Side& side) {
   if (!values_fused(side) || has_levels(side) || side.scales == FLOAT32 || groups_of(side) > MOST_GROUPS) return false;
   return in_short_tokens(side) && side.group % PART == 0;
 #elif defined(INTEGER_PRODUCTS)
-  return values_fused(side) && levels_coarse(side);
+  return values_fused(side) && (levels_coarse(side) || blocks_coarse(side));
 #else
   return false;
 #endif
@@ -712,6 +714,10 @@ struct Piece {
     }
 #endif
     scales_of_levels(keys, lane, call.slots, first, count, key_scales);
+#if defined(SHORT_PRODUCTS)
+    if (tables.coarse_keys && keys.kind == BLOCK_LEVELS)
+      return products_of_blocks(query, rows, keys, data(keys, first), key_scales, count, logits_at);
+#endif
     const Scales found{key_scales, nullptr, tables.key_lanes, levels_of(keys), tables_of(keys), groups_of(keys), 0, tables.coarse_keys};
     with_levels(keys, [&](auto codes) {
       in_rows(rows, [&](auto some, int64_t r) {
@@ -750,6 +756,13 @@ struct Piece {
     }
 #endif
     scales_of_levels(values, lane, call.slots, first, count, value_scales);
+#if defined(SHORT_PRODUCTS)
+    if (tables.short_values && values.kind == BLOCK_LEVELS) {
+      float* steps = value_scales + BLOCK * groups_of(values) + W;
+      steps_by_group(value_scales, groups_of(values), count, steps);
+      return sums_of_blocks(logits_at, rows, values, data(values, first), steps, count, out);
+    }
+#endif
     const bool coarse = levels_coarse(values);
     if (scales_apart(values) && !coarse) times_scales(value_scales, count);
     const Scales found{value_scales, nullptr, tables.scale_lanes, levels_of(values), tables_of(values), groups_of(values), 0, coarse};
