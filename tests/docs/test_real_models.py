@@ -206,3 +206,28 @@ def test_what_is_published_is_what_was_measured(tmp_path):
     (tmp_path / "mixed" / "records.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match="records of one model, found 2"):
         PUBLISH(tmp_path / "mixed", "three", "hub/name", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("measured", "published"),
+    [
+        ("atskv(file=my.safetensors) @ keep=0.25", "atskv @ keep=0.25"),
+        ("atskv(file=my.safetensors, window=32) + adakv @ keep=0.25", "atskv(window=32) + adakv @ keep=0.25"),
+        ("atskv(window=32, file=/a/my.safetensors) @ keep=0.25", "atskv(window=32) @ keep=0.25"),
+    ],
+)
+def test_files_and_folders_of_a_machine_are_not_published(tmp_path, measured, published):
+    """A plan that named a file is read without it, and a draft that is the model has its name on the hub."""
+    (tmp_path / "suites").mkdir()
+    record = read_records(RECORDS / FOLDERS[0])[0]
+    asked = "speculation(draft=/models/mine, gamma=8)"
+    own = replace(record, model="/models/mine", point={"draft": "/models/mine", "gamma": 8}, asked=asked)
+    own = replace(own, plan=measured, label=measured)
+    (tmp_path / "records.jsonl").write_text(own.to_line() + "\n", encoding="utf-8")
+    (tmp_path / "suites" / "it.toml").write_text(f'draft = "/models/mine"\nplan = "{measured}"\n', encoding="utf-8")
+    where = PUBLISH(tmp_path, "one", "hub/name", tmp_path / "into")
+    [found] = read_records(where)
+    assert (found.plan, found.label, found.plan_hash) == (published, published, Plan.parse(published).hash)
+    assert found.point == {"draft": "hub/name", "gamma": 8} and found.asked == "speculation(draft=hub/name, gamma=8)"
+    suite = (where / "suites" / "it.toml").read_text(encoding="utf-8")
+    assert 'draft = "hub/name"' in suite and f'plan = "{published}"' in suite and "safetensors" not in suite
