@@ -41,7 +41,12 @@ SIDES = {
 }
 """What was timed and is no plan."""
 # By a plan's name, its method or its codec.
-WHY_OVER_OWN: dict[str, str] = {}
+WHY_OVER_OWN: dict[str, str] = {
+    "attend reference": "what the others are tested against: it decodes all, and goes through heads in float32",
+    "attend rocket": "each token decodes all that is held, and then chooses what it reads of it",
+    "preset rocketkv": "each token decodes all that is held, and then chooses what it reads of it",
+    "ggml": "no kernel reads its blocks, so each token decodes all that is held",
+}
 WHY_OVER_PARTS: dict[str, str] = {
     "by_age": "what has grown old is encoded anew at each token, so each takes the slow path, by scores",
     "fp8": "no kernel read it where it lies then, so each token took the slow path, where codes move too",

@@ -32,7 +32,7 @@ def _ratio(row: dict[str, Any]) -> float:
 def test_the_page_is_what_the_records_say():
     text = SCRIPT["PAGE"].read_text(encoding="utf-8")
     blocks = re.findall(r"<!-- decode: ([\w ]+) -->", text)
-    assert blocks == ["presets", "parts", "parts by codec", "parts above"]
+    assert blocks == ["presets", "pairs", "parts", "parts by codec", "parts above"]
     assert SCRIPT["written"](text, RECORDS) == text
 
 
