@@ -313,3 +313,47 @@ def test_the_largest_whole_numbers_do_not_overflow_and_what_is_none_stays(librar
         sides = {"keys": keys, "values": values} | {whole: replace(broken, **{name: table})}
         out, _ = attend_coded(inputs._replace(**sides), using=library)
         assert out[0].isnan().any() and out[1].isfinite().all(), (name, whole)
+
+
+@every_variant
+@pytest.mark.parametrize("turns", [True, False])
+@pytest.mark.parametrize("size", [128, 256, 512])
+def test_no_sum_of_neighbouring_loud_channels_overflows(library: Library, turns: bool, size: int) -> None:
+    """Queries of two neighbours in each sixteen, whose products are added in one lane, over keys that are all alike."""
+    state = torch.Generator().manual_seed(size)
+    keys = torch.randn((1, 100, size), generator=state) / 1000
+    keys[..., : size // 2] = 1 + torch.rand((1, 100, 1), generator=state) / 100
+    coded = LAYOUTS["fitted3"].func
+    keys = coded(keys.bfloat16(), bits=4, group=64, share=0.0, by_channel=True)
+    values = Whole(states=states_of(size, torch.float32, 1, 100, size)[1])
+    turned = turned_by(size, Layout(rows=1, heads=1, size=100, start=0)) if turns else None
+    if turned is not None:
+        slow = replace(turned.rotation, frequencies=turned.rotation.frequencies / 100_000)
+        turned = turned._replace(rotation=slow)
+    for first in range(0, 16, 2):
+        query = torch.zeros(1, 1, 1, size)
+        query[..., first : size // 2 : 16] = query[..., first + 1 : size // 2 : 16] = 1
+        inputs = AttentionInputs(query, keys, values, scaling=0.1, turned=turned)
+        right = truth(query, keys, values) if turned is None else expected(query, keys, values, turned)
+        assert same(attend_coded(inputs, using=library), right, 2 * COARSE), first
+
+
+@every_variant
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("scale", [1.0, 0.1, 0.02])
+def test_a_first_token_that_is_whole_takes_nothing_from_small_values(library: Library, scale: float, bits: int) -> None:
+    """It gets nearly all of the weight and has hardly a value, as in models; levels and scales are not fitted to it."""
+    keys, values = (each.bfloat16() for each in states_of(5, torch.float32, 1, 256, 128))
+    values *= scale
+    values[:, 0] /= 1000
+    first = torch.zeros((1, 256), dtype=torch.bool)
+    first[:, 0] = True
+    coded = LAYOUTS["fitted3"].func
+    side = coded(values, bits=bits, group=128, share=0.01, by_channel=False, dense=~first, whole=first)
+    query, weight = torch.randn((1, 4, 1, 128), generator=torch.Generator().manual_seed(7)), torch.zeros(1, 256)
+    weight[:, 0] = 10
+    plain = Whole(states=keys.float())
+    inputs = AttentionInputs(query, plain, side, scaling=0.1, log_weight=weight)
+    right, uncoded = (truth(query, plain, each, log_weight=weight) for each in (side, Whole(states=values)))
+    off, lost = ((each - right[0]).norm() for each in (attend_coded(inputs, using=library)[0], uncoded[0]))
+    assert off <= 0.03 * lost + COARSE * right[0].norm(), (off / lost, off / right[0].norm())
