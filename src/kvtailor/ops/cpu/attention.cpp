@@ -432,7 +432,7 @@ struct Piece {
     ShortKeys shorts;
     shorts.begin(keys, lane, call.slots, first, count, run);
     int16_t *asked = (int16_t*)folded, *own = (int16_t*)tile;
-    for (int64_t r = 0; r < rows; r++) sums_at[r] = shorts.cut(query + r * wide, size, asked + r * apart);
+    for (int64_t r = 0; r < rows; r++) sums_at[r] = shorts.cut(query + r * wide, size, call.turn != nullptr, asked + r * apart);
     if (call.turn && !knows_angles) fill_angles_of(first, count);
     int64_t known = -1;
     for (int64_t t = first, next; t < first + count; t = next) {
@@ -801,6 +801,9 @@ struct Piece {
     float *step = value_scales, *low = step + BLOCK + W;
     widen_table(values, values.step, place + first, count, step);
     widen_table(values, ((const Fitted*)values.low)->low, place + first, count, low);
+    // The codes of a token that is whole say nothing: its weight is to take nothing from those of its run.
+    for (int64_t t = 0; t < count; t++)
+      if (whole_at(values, ((const Fitted*)values.low)->counts, place + first + t) == size) step[t] = low[t] = 0;
     const char* ahead = data(values, first) + VALUES_AHEAD;
     RunTables run;
     for (int64_t t = first, next; t < first + count; t = next) {

@@ -31,23 +31,23 @@ bool keys_fitted_shortly(const Turn* turn, const Side& keys) {
 }
 
 #if defined(SHORT_PRODUCTS)
-// What a plane's numbers may be: the two of a token add up to so much, and rounding adds 4 at most. Half of what 16 bits hold,
+// What a plane's numbers may be: the two of a token add up to so much, and rounding adds 5 at most. Half of what 16 bits hold,
 // so that queries, whose error is the same for all tokens of a block, have a bit more.
 constexpr int64_t MOST_OF_PLANE = 16000;
 
 // The middle of a run's levels, and how far the others are from it. No number where one of them is none.
-struct Span {
+struct Interval {
   float middle, half;
 };
 
 // Whole numbers in place of a run's levels, so many at most.
-inline void whole_levels_of(const float* levels, Span span, int64_t most, int16_t* to) {
-  const float up = span.half > 0 ? (float)most / span.half : 0.f;
-  const auto level = [&](int64_t i) { return rounded((load<F>(levels + i) - span.middle) * up); };
+inline void whole_levels_of(const float* levels, Interval interval, int64_t most, int16_t* to) {
+  const float up = interval.half > 0 ? (float)most / interval.half : 0.f;
+  const auto level = [&](int64_t i) { return rounded((load<F>(levels + i) - interval.middle) * up); };
   store_shorts(to, level(0), level(W));
 }
 
-inline Span span_of(const float* levels, int64_t many) {
+inline Interval interval_of(const float* levels, int64_t many) {
   float least = levels[0], most = levels[0], all_of = 0;
   for (int64_t i = 0; i < many; i++) {
     least = levels[i] < least ? levels[i] : least, most = levels[i] > most ? levels[i] : most;
@@ -60,13 +60,13 @@ inline Span span_of(const float* levels, int64_t many) {
 // A run's levels, and of its channels the step and the lowest number, where these are no token's.
 struct RunTables {
   float levels[16], step[MOST_SHORT], low[MOST_SHORT];
-  Span span;
+  Interval interval;
 
   void read_levels(const Side& side, int64_t row) {
     const int64_t many = (int64_t)1 << side.bits;
     widen(side.scales, (const char*)((const Fitted*)side.low)->levels + row * many * 2, many, levels);
     for (int64_t i = many; i < 16; i++) levels[i] = levels[i - many];
-    span = span_of(levels, many);
+    interval = interval_of(levels, many);
   }
 
   APART void read(const Side& side, int64_t row) {
@@ -90,7 +90,7 @@ struct ShortKeys {
     for (int64_t i = first / side.group; i * side.group < first + count; i++) {
       run.read(side, lane * side.runs + i);
       for (int64_t c = 0; c < side.size; c += W) {
-        const F step = load<F>(run.step + c), middle = load<F>(run.low + c) + step * run.span.middle, far = step * run.span.half;
+        const F step = load<F>(run.step + c), middle = load<F>(run.low + c) + step * run.interval.middle, far = step * run.interval.half;
         store(most + c, largest_bits(largest_bits(load<I>(most + c), middle - far), middle + far));
       }
     }
@@ -121,16 +121,16 @@ struct ShortKeys {
   }
 
   APART void take(const RunTables& run, int64_t size) {
-    whole_levels_of(run.levels, run.span, 32767, levels);
+    whole_levels_of(run.levels, run.interval, 32767, levels);
     for (int64_t c = 0; c < size; c += W) {
       const F ups = load<F>(up + c), steps = load<F>(run.step + c);
-      store_shorts(step + c, rounded(steps * run.span.half * ups));
-      store_shorts(middle + c, rounded((load<F>(run.low + c) + steps * run.span.middle) * ups));
+      store_shorts(step + c, rounded(steps * run.interval.half * ups));
+      store_shorts(middle + c, rounded((load<F>(run.low + c) + steps * run.interval.middle) * ups));
     }
   }
 
   // A query as whole numbers; gives what they are worth. No sum of a lane, of two numbers of 16, overflows.
-  float cut(const float* query, int64_t size, int16_t* to) const {
+  float cut(const float* query, int64_t size, bool turned, int16_t* to) const {
     float times[MOST_SHORT];
     I top{};
     F sum_of[2]{};
@@ -140,12 +140,12 @@ struct ShortKeys {
         store(times + c + i * W, x), top = largest_bits(top, x);
         sum_of[i] += (F)((I)x & 0x7fffffff);
       });
-    const F lanes = crossed(sum_of[0], sum_of[1]);
-    const float most = (float)(0x7fffffff / (MOST_OF_PLANE + 4) - size / 16), high = highest(lanes) * (32767 / most);
+    const F lanes = paired(sum_of[0], sum_of[1]);
+    const float most = (float)(0x7fffffff / (MOST_OF_PLANE + 5) - size / 16), high = highest(lanes) * (32767 / most);
     const Scaled by = scaled_by(largest_bits(top, all(high)), 32767);
     shorten_to(times, size, by.up, to);
     // Cosines are parts of 32,767, and products are of 32,768.
-    return by.back * (32768.f / 32767.f);
+    return turned ? by.back * (32768.f / 32767.f) : by.back;
   }
 
   // Tokens of a run, whose codes of 4 bits lie `apart` bytes apart, channel c with channel size / 2 + c, as whole numbers.
@@ -163,7 +163,7 @@ struct ShortKeys {
       for (int64_t t = 0; t < count; t++, from += apart, out += size) {
         if (c == 0) soon(from);
         // So that levels come out in the order of their channels.
-        const __m256i bytes = _mm256_permute4x64_epi64(load<__m256i>(from), 0xd8);
+        const __m256i bytes = in_turns(load<__m256i>(from));
         each_below<2>([&](auto kind) INLINE {
           __m256i first, last;
           table.pick(four_bits(bytes, kind), first, last);
@@ -247,11 +247,11 @@ APART void fitted_sums(const float* weights, int64_t rows, const char* codes, in
                        const float* step, const float* low, float* out, int64_t size, int64_t wide, const char*& next) {
   alignas(32) int16_t levels[16];
   float halves[SHORT_RUN + W], middles[SHORT_RUN + W];
-  whole_levels_of(run.levels, run.span, MOST_OF_VALUES, levels);
+  whole_levels_of(run.levels, run.interval, MOST_OF_VALUES, levels);
   const ByteTables table(levels);
   for (int64_t t = 0; t < count; t += W) {
     const F steps = load<F>(step + t);
-    store(halves + t, steps * run.span.half), store(middles + t, load<F>(low + t) + steps * run.span.middle);
+    store(halves + t, steps * run.interval.half), store(middles + t, load<F>(low + t) + steps * run.interval.middle);
   }
   in_rows(rows, [&](auto some, int64_t r) {
     short_table_sums<decltype(some)::ROWS>(weights + r * BLOCK, BLOCK, codes, stride, count, table, 1.f / MOST_OF_VALUES, halves,

@@ -13,11 +13,8 @@ constexpr int64_t PART = 16, MOST_BLOCKS = W;  // channels that are never of two
 // Whether a side is read so.
 inline bool in_blocks(const Side& side) {
   if (side.kind != BLOCK_LEVELS || !((const Blocks*)side.low)->coarse || side.size > MOST_SHORT || side.size % 64) return false;
-  return whole_words(side) && (side.group == PART || side.group % 32 == 0) && side.size / 2 % side.group == 0;
+  return whole_words(side) && side.bits == 4 && groups_of(side) <= MOST_BLOCKS && (side.group == PART || side.group % 32 == 0) && side.size / 2 % side.group == 0;
 }
-
-// Of 32 bytes those of the first half in the lower eight bytes of each half, so that what is unpacked lies in order.
-inline __m256i in_turns(__m256i bytes) { return _mm256_permute4x64_epi64(bytes, 0xd8); }
 
 // Of R rows with W / R tokens, row by row; tokens past the last repeat it. NARROW: blocks of PART channels, else of 32 or more.
 template <int R, bool NARROW>

@@ -121,10 +121,11 @@ template <int T> INLINE inline void add_pairs_of(I* sum_of, const __m256i* codes
         : "+x"(sum_of[0]), "+x"(sum_of[1]), "=&x"(factor), "=&x"(product)
         : "m"(*(const int16_t(*)[16])numbers), "x"(codes[0]), "x"(codes[1]));
   } else {
-    each_below<T>([&](auto i) INLINE {
+    // Not by `each_below`: Clang takes no local variable of a function in assembly within another.
+    UNROLLED for (int i = 0; i < T; i++) {
       __m256i product;
       asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum_of[i]), "=&x"(product) : "x"(read), "x"(codes[i]));
-    });
+    }
   }
 }
 
@@ -213,6 +214,9 @@ struct ByteTables {
     first = _mm256_unpacklo_epi8(lows, highs), last = _mm256_unpackhi_epi8(lows, highs);
   }
 };
+
+// Of 32 bytes those of the first half in the lower eight bytes of each half, so that what is unpacked lies in order.
+inline __m256i in_turns(__m256i bytes) { return _mm256_permute4x64_epi64(bytes, 0xd8); }
 
 inline __m256i four_bits(__m256i bytes, int64_t kind) {
   return _mm256_and_si256(kind ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));

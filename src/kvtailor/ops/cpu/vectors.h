@@ -177,7 +177,7 @@ template <class V> static inline V paired(V a, V b) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// Sums of neighbours in each half of 128 bits: two of a, two of b in turn.
+// Sums of lanes 0 and 2, and of 1 and 3, of each half of 128 bits: of a and of b in turn.
 template <class V> static inline V crossed(V a, V b) {
   return (V)_mm256_unpacklo_ps((__m256)a, (__m256)b) + (V)_mm256_unpackhi_ps((__m256)a, (__m256)b);
 }
