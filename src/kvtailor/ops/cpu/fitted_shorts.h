@@ -209,7 +209,7 @@ INLINE inline F fitted_products_of(const int16_t* asked, int64_t apart, int64_t 
     x = _mm256_sub_epi16(_mm256_mulhrs_epi16(a, cosine), _mm256_mulhrs_epi16(b, sine));
     y = _mm256_add_epi16(_mm256_mulhrs_epi16(b, cosine), _mm256_mulhrs_epi16(a, sine));
   };
-  _Pragma("GCC unroll 2") for (int64_t c = 0; c < planes; c += 16) {
+  for (int64_t c = 0; c < planes; c += 16) {
     // Few rows read their queries for each token: registers do not hold more tokens.
     constexpr int ONCE = R == 4 ? T : 1;
     each_below<T / ONCE>([&](auto i) INLINE {
