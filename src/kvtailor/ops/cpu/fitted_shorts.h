@@ -1,10 +1,11 @@
-// Keys of fitted levels that were stored as they were before their rotary embedding, in 16 bits: on processors with AVX2 and
-// without VNNI.
+// Fitted levels in 16 bits, on processors with AVX2 and without VNNI: twice as many numbers to an operation as floats.
 //
-// A tile of tokens becomes whole numbers of 16 bits, and is turned and multiplied as such: twice as many to an operation as
-// floats. In each plane, which is two channels that are turned together, a whole number is a part of the most that a token
-// of the block can have there. Queries are multiplied by that most before they become whole numbers, once for a block.
-// A number is off by 3 of 32,000 parts of the plane's most at most, where a code of 4 bits is off by 1,000.
+// Of keys a tile of tokens becomes whole numbers, which are turned by the tokens' positions, where they were stored before
+// their rotary embedding, and multiplied as such. In each plane, which is two channels that are turned together, they are
+// parts of the most that a token of the block can have there. Queries are multiplied by that most before they become whole
+// numbers, once for a block. A number is off by 5 of 16,000 parts of its plane's most at the most, where a code of 4 bits
+// whose levels go as far is off by 500. Values are summed as levels of a bell are, with a table for each run of tokens.
+// Tokens that were moved stay floats.
 #pragma once
 
 #include "codes.h"
@@ -31,8 +32,8 @@ bool keys_fitted_shortly(const Turn* turn, const Side& keys) {
 }
 
 #if defined(SHORT_PRODUCTS)
-// What a plane's numbers may be: the two of a token add up to so much, and rounding adds 5 at most. Half of what 16 bits hold,
-// so that queries, whose error is the same for all tokens of a block, have a bit more.
+// What a plane's numbers may be: the two of a token add up to so much, and rounding adds 5 at most. Half of what 16 bits
+// hold, so that queries, whose error is the same for all tokens of a block, have a bit more.
 constexpr int64_t MOST_OF_PLANE = 16000;
 
 // The middle of a run's levels, and how far the others are from it. No number where one of them is none.
