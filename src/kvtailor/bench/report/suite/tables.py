@@ -109,6 +109,8 @@ class _Filler:
     def __init__(self, suite: Suite, records: dict[str, list[Record]]):
         self._suite = suite
         self._records = records
+        # Of each task, the points at which any plan was measured.
+        self._points = {asked: len({point_of(r) for r in each if r.error is None}) for asked, each in records.items()}
 
     def grid(self, table: SuiteTable) -> Grid:
         missing = [self._missing(row) for row in table.rows]
@@ -153,12 +155,6 @@ class _Filler:
     def _whole(self, plan: str, asked: TaskSettings) -> list[Record]:
         return whole(self._records.get(str(asked), ()), self._suite.contestant(plan).hash)
 
-    def _part(self, asked: TaskSettings, plan_hash: str) -> str | None:
-        """A sentence where a task has not come to all of its points under a plan, so that its number is of few."""
-        found = self._records.get(str(asked), ())
-        mine, points = len(whole(found, plan_hash)), len({point_of(r) for r in found if r.error is None})
-        return f"{asked.kind}: {mine} of {points} points are measured." if 0 < mine < points else None
-
     def _notes(self, table: SuiteTable) -> Iterable[str]:
         """Rows that are one plan, the records' notes, and why numbers are not there."""
         names: dict[object, list[str]] = {}
@@ -175,8 +171,12 @@ class _Filler:
             for asked in cell.tasks if not contestant.missing and cell.tasks[0].kind in KINDS else ():
                 found = [r for r in self._records.get(str(asked), ()) if r.plan_hash == contestant.hash]
                 gaps += not found
-                if (part := self._part(asked, contestant.hash)) is not None:
-                    said.setdefault(part, {})[f"`{cell.plan}`"] = None
+                points = self._points.get(str(asked), 0)
+                if found and len(found) < points and all(r.error is None for r in found):
+                    # A run has not come to all of them yet, so that the number is of few.
+                    said.setdefault(f"{asked.kind}: {len(found)} of {points} points are measured.", {})[
+                        f"`{cell.plan}`"
+                    ] = None
                 for note, plan in (pair for record in found for pair in _said(cell, asked, record)):
                     said.setdefault(note, {})[plan] = None
         yield from (
