@@ -203,8 +203,8 @@ struct Tables {
   int32_t* marks = key_place + places;  // of keys, and behind them of values
   int64_t marks_of_keys = marks_of(keys, call.lanes * call.slots);
   float* prepared = (float*)(marks + marks_of_keys + marks_of(values, call.lanes * call.slots));  // see turned.h
-  bool coarse_map = maps_coarse(call.turn, keys), short_fitted = keys_fitted_shortly(call.turn, keys);
-  bool fitted_sums_short = fitted_shortly(values, true);
+  bool coarse_map = maps_coarse(call.turn, keys), short_fitted_keys = keys_fitted_shortly(call.turn, keys);
+  bool short_fitted_values = fitted_shortly(values, true);
   int64_t of_turn = call.turn ? lines(room_of(*call.turn, keys.size, wide_turned, coarse_map)) : 0;
   int64_t angles = call.turn ? 2 * turning_numbers(*call.turn) : 0;  // of a token
   float* scratches = prepared + of_turn;
@@ -417,7 +417,7 @@ struct Piece {
   // Cosines and sines of a block's tokens.
   void fill_angles_of(int64_t first, int64_t count) const {
 #if defined(SHORT_PRODUCTS)
-    if (tables.short_fitted) return fill_short_angles(*call.turn, tables.prepared, lane, call.slots, first, count, (int16_t*)angles);
+    if (tables.short_fitted_keys) return fill_short_angles(*call.turn, tables.prepared, lane, call.slots, first, count, (int16_t*)angles);
 #endif
     fill_angles(*call.turn, tables.prepared, lane, call.slots, first, count, angles);
   }
@@ -442,9 +442,8 @@ struct Piece {
         run.read(keys, lane * keys.runs + number), shorts.take(run, size);
         known = number;
       }
-      const char* codes = data(keys, t);
-      if (keys.bits != 4) to_nibbles(keys, codes, next - t, (char*)scales), codes = (const char*)scales;
-      shorts.decode((const uint8_t*)codes, keys.bits == 4 ? keys.slot_bytes : planes, size, next - t, own);
+      const Nibbles codes = nibbles_of(keys, data(keys, t), next - t, scales);
+      shorts.decode(codes.codes, codes.apart, size, next - t, own);
       shorts.put_aside(keys, lane * call.slots + t, next - t, own);
       const int16_t* turns = (const int16_t*)angles + (t - first) * size;
       in_rows(rows, [&](auto some, int64_t r) {
@@ -810,13 +809,11 @@ struct Piece {
       const int64_t number = t / values.group, end = (number + 1) * values.group;
       next = t + SHORT_RUN < end ? t + SHORT_RUN : end, next = next < first + count ? next : first + count;
       run.read_levels(values, lane * values.runs + number);
-      const char* codes = data(values, t);
-      if (values.bits != 4) to_nibbles(values, codes, next - t, (char*)tile), codes = (const char*)tile;
-      const int64_t apart = values.bits == 4 ? values.slot_bytes : half;
+      const auto [codes, apart] = nibbles_of(values, data(values, t), next - t, tile);
       const float *weights = logits_at + (t - first), *steps = step + (t - first), *lows = low + (t - first);
-      fitted_sums(weights, rows, codes, apart, next - t, run, steps, lows, out, size, wide, ahead);
+      fitted_sums(weights, rows, (const char*)codes, apart, next - t, run, steps, lows, out, size, wide, ahead);
       over_aside(values, place + t, next - t, 1, [&](int64_t i, int64_t c, float x) {
-        const int byte = (uint8_t)codes[i * apart + c % half], code = c < half ? byte & 15 : byte >> 4;
+        const int byte = codes[i * apart + c % half], code = c < half ? byte & 15 : byte >> 4;
         const float more = x - (run.levels[code] * steps[i] + lows[i]);
         for (int64_t r = 0; r < rows; r++) out[r * wide + c] += weights[r * BLOCK + i] * more;
       });
@@ -835,7 +832,7 @@ struct Piece {
     if (!look(first, count)) return call.kept ? keep(first, count, nullptr) : void();
     const int64_t wide = tables.wide_keys, width = tables.wide_values;
 #if defined(SHORT_PRODUCTS)
-    if (tables.short_fitted) logits_of_short_fitted(first, count);
+    if (tables.short_fitted_keys) logits_of_short_fitted(first, count);
     else
 #endif
     if (call.turn) logits_of_turned(first, count);
@@ -856,7 +853,7 @@ struct Piece {
     if (call.value_magnitudes) magnify_weights(first, count, out);
     if (tables.fused_values) return sum_codes(first, count, out);
 #if defined(SHORT_PRODUCTS)
-    if (tables.fitted_sums_short) return sum_short_fitted(first, count, out);
+    if (tables.short_fitted_values) return sum_short_fitted(first, count, out);
 #endif
     over(tables.values, width, first, count, [&](auto type, const char* values, int64_t stride, int64_t at, int64_t n) {
       mix<decltype(type)>(logits_at + at, rows, values, stride, n, out, width);

@@ -117,6 +117,19 @@ bool fitted_in_nibbles(const Side& side) {
   return NIBBLES && ((side.bits == 4 && side.size % (2 * W) == 0) || becomes_nibbles(side));
 }
 
+// Tokens' codes of 4 bits, `apart` bytes from one another.
+struct Nibbles {
+  const uint8_t* codes;
+  int64_t apart;
+};
+
+// Those of tokens of a side that are `fitted_in_nibbles`, from `from` on; made in `room` where they have fewer bits.
+inline Nibbles nibbles_of(const Side& side, const char* from, int64_t count, void* room) {
+  if (side.bits == 4) return {(const uint8_t*)from, side.slot_bytes};
+  to_nibbles(side, from, count, (char*)room);
+  return {(const uint8_t*)room, side.size / 2};
+}
+
 // So many numbers that were kept aside become floats at once.
 constexpr int64_t ASIDE = 256;
 
@@ -177,10 +190,8 @@ APART PLAIN_LOOPS void decode_fitted(const Side& side, const char* from, int64_t
   const int64_t each = side.scales == FLOAT32 ? 4 : 2, many = (int64_t)1 << side.bits, size = side.size, half = size / 2;
   float *step = scratch, *low = scratch + padded, levels[256], *out = to;
   uint8_t* codes = (uint8_t*)(scratch + 2 * padded);
-  const bool nibbles = fitted_in_nibbles(side), made = nibbles && side.bits != 4;
-  if (made) to_nibbles(side, from, count, (char*)codes);
-  const uint8_t* packed = made ? codes : (const uint8_t*)from;
-  const int64_t apart = made ? half : side.slot_bytes;
+  const bool nibbles = fitted_in_nibbles(side);
+  const Nibbles packed = nibbles ? nibbles_of(side, from, count, codes) : Nibbles{};
   const int64_t begin = lane * slots + first;
   FittedRun run{F{}, F{}, step, low};
   for (int64_t i = 0, until; i < count; i = until) {
@@ -196,9 +207,9 @@ APART PLAIN_LOOPS void decode_fitted(const Side& side, const char* from, int64_t
       widen(side.scales, (const char*)side.step + row * size * each, size, step);
       widen(side.scales, (const char*)fitted.low + row * size * each, size, low);
       if (nibbles) {
-        const uint8_t* mine = packed + i * apart;
-        if (many > W) nibbles_by_channel<true>(run, mine, apart, half, until - i, padded, out);
-        else nibbles_by_channel<false>(run, mine, apart, half, until - i, padded, out);
+        const uint8_t* mine = packed.codes + i * packed.apart;
+        if (many > W) nibbles_by_channel<true>(run, mine, packed.apart, half, until - i, padded, out);
+        else nibbles_by_channel<false>(run, mine, packed.apart, half, until - i, padded, out);
         out += (until - i) * padded;
         continue;
       }
@@ -207,7 +218,7 @@ APART PLAIN_LOOPS void decode_fitted(const Side& side, const char* from, int64_t
       if (fitted.by_token) {
         const F up = all(scale_at(side, side.step, begin + t)), least = all(scale_at(side, fitted.low, begin + t));
         if (nibbles) {
-          const uint8_t* mine = packed + t * apart;
+          const uint8_t* mine = packed.codes + t * packed.apart;
           if (many > W) nibbles_of_token<true>(run.few, run.more, up, least, mine, half, out);
           else nibbles_of_token<false>(run.few, run.more, up, least, mine, half, out);
           continue;

@@ -232,14 +232,10 @@ INLINE inline F fitted_products_of(const int16_t* asked, int64_t apart, int64_t 
 template <int R, bool TURNED>
 APART void fitted_products(const int16_t* asked, int64_t apart, const float* scale, int64_t planes, const int16_t* tile,
                            const int16_t* angles, int64_t count, float* to) {
-  for (int64_t first = 0; first < count; first += W) {
-    F found[R], rows[R];
-    for (int64_t i = 0; i < R; i++) found[i] = fitted_products_of<R, TURNED>(asked, apart, planes, tile, angles, first + i * (W / R), count);
-    in_order<R>(found, rows);
-    float all_of[R * W];
-    UNROLLED for (int r = 0; r < R; r++) store(all_of + r * W, rows[r] * scale[r]);
-    store_rows<R, W>(to + first, BLOCK, all_of, count - first);
-  }
+  // Codes were asked for when the tile was made of them.
+  over_tokens<R>(count, scale, to, BLOCK, nullptr, 0, [&](int64_t first) INLINE {
+    return fitted_products_of<R, TURNED>(asked, apart, planes, tile, angles, first, count);
+  });
 }
 
 // Adds weights of rows, BLOCK from one another, times `count` tokens of a run, whose codes of 4 bits lie `stride` bytes apart.

@@ -66,16 +66,9 @@ APART void block_products(const float* query, const Side& side, const char* code
     scale[r] = unit * by.back;
   }
   const int64_t groups = groups_of(side);
-  for (int64_t first = 0; first < count; first += W) {
-    F found[R], rows[R];
-    for (int64_t c = 0; c < W * side.slot_bytes; c += 64) soon(codes + first * side.slot_bytes + c);
-    for (int64_t i = 0; i < R; i++)
-      found[i] = block_products_of<R, NARROW>(asked[0], table, side, groups, codes, steps, first + i * (W / R), count);
-    in_order<R>(found, rows);
-    float all_of[R * W];
-    UNROLLED for (int r = 0; r < R; r++) store(all_of + r * W, rows[r] * scale[r]);
-    store_rows<R, W>(to + first, BLOCK, all_of, count - first);
-  }
+  over_tokens<R>(count, scale, to, BLOCK, codes, side.slot_bytes, [&](int64_t first) INLINE {
+    return block_products_of<R, NARROW>(asked[0], table, side, groups, codes, steps, first, count);
+  });
 }
 
 // Scales of tokens (count, groups) as (groups, BLOCK). Behind a last whole vector of tokens there is what is never read.

@@ -169,21 +169,32 @@ template <int R, class V> INLINE inline void in_order(const V* from, V* to) {
   }
 }
 
+// Products of R rows with `count` tokens, times the rows' scales, `apart` floats from row to row: `each` gives those of
+// W / R tokens from a number on, row by row. Tokens after them are asked for, `stride` bytes each from `codes` on.
+template <int R, class Each>
+INLINE inline void over_tokens(int64_t count, const float* scale, float* to, int64_t apart, const char* codes, int64_t stride,
+                               Each each) {
+  for (int64_t first = 0; first < count; first += W) {
+    F found[R], rows[R];
+    // Here, since GCC takes what is asked in a function that only gives a value for nothing.
+    for (int64_t c = 0; c < W * stride; c += 64) soon(codes + first * stride + c);
+    for (int64_t i = 0; i < R; i++) found[i] = each(first + i * (W / R));
+    in_order<R>(found, rows);
+    float all_of[R * W];
+    UNROLLED for (int r = 0; r < R; r++) store(all_of + r * W, rows[r] * scale[r]);
+    store_rows<R, W>(to + first, apart, all_of, count - first);
+  }
+}
+
 // Of R rows with `count` tokens.
 template <int BITS, int R>
 APART void products_of_rows(const CutQuery* asked, int64_t bytes, const char* codes, int64_t stride, int64_t count, float* to) {
-  constexpr int T = W / R;
   const char* last = codes + (count - 1) * stride;
-  for (int64_t t = 0; t < count; t += W) {
-    I found[R], rows[R];
-    // Here, since GCC takes what is asked in a function that only gives a value for nothing.
-    for (int64_t c = 0; c < W * stride; c += 64) soon(codes + c);
-    for (int64_t i = 0; i < R; i++, codes += T * stride) found[i] = products_of_words<BITS, R>(asked, bytes, codes, stride, last);
-    in_order<R>(found, rows);
-    float all_of[R * W];
-    UNROLLED for (int r = 0; r < R; r++) store(all_of + r * W, __builtin_convertvector(rows[r], F) * asked[r].scale);
-    store_rows<R, W>(to + t, BLOCK, all_of, count - t);
-  }
+  float scale[R];
+  for (int r = 0; r < R; r++) scale[r] = asked[r].scale;
+  over_tokens<R>(count, scale, to, BLOCK, codes, stride, [&](int64_t first) INLINE {
+    return __builtin_convertvector((products_of_words<BITS, R>(asked, bytes, codes + first * stride, stride, last)), F);
+  });
 }
 
 // Products of the rows' queries with `count` tokens from `codes` on; `to` has BLOCK floats for each row.
@@ -267,15 +278,9 @@ APART void short_level_products(Rows rows, const char* codes, int64_t stride, in
     scale[r] = unit * by.back;
   }
   const char* last = codes + (count - 1) * stride;
-  for (int64_t first = 0; first < count; first += W) {
-    F found[R], in_rows[R];
-    for (int64_t c = 0; c < W * stride; c += 64) soon(codes + c);
-    for (int64_t i = 0; i < R; i++, codes += T * stride) found[i] = level_products_of<R>(asked[0], table, bytes, codes, stride, last);
-    in_order<R>(found, in_rows);
-    float all_of[R * W];
-    UNROLLED for (int r = 0; r < R; r++) store(all_of + r * W, in_rows[r] * scale[r]);
-    store_rows<R, W>(to + first, apart, all_of, count - first);
-  }
+  over_tokens<R>(count, scale, to, apart, codes, stride, [&](int64_t first) INLINE {
+    return level_products_of<R>(asked[0], table, bytes, codes + first * stride, stride, last);
+  });
 }
 
 // Adds levels times weights of 16 bits, which have the tokens' scales, for 16 PARTS of the 32 channels of a vector.
