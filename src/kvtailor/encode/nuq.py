@@ -12,8 +12,8 @@ stored; so each channel's scales cost memory, and no text has to be like the cal
 each vector that is farthest from its mean (the paper: beyond percentiles); a value vector is that of one kv head and
 not of all. The histogram that levels are fitted on has 257 points. Q-Norm is not there.
 *Cost* bits / 8 bytes for each element; 2 / group elements for each channel of a key and 2 elements for each value, and
-2^bits of each for `group` tokens; for each outlier an element and a byte, and a byte for each vector. Attention decodes
-the segment at every step, with a table look-up for each element.
+2^bits of each for `group` tokens; for each outlier an element and a byte, and a byte for each vector. A decoded
+token looks each element up in a table as it lies on a CPU, more tokens at once decode the segment.
 """
 
 from __future__ import annotations
