@@ -7,6 +7,7 @@ import torch
 from tests.support.segments_of import states
 from torch import Tensor
 
+from kvtailor.ops import dispatch
 from kvtailor.ops.attention import lanes, prompt
 from kvtailor.ops.attention.definition import reference
 from kvtailor.ops.attention.folded import folded, merge, suits
@@ -94,9 +95,11 @@ def test_masked(t: int, n: int, dtype: torch.dtype, tolerance: float, monkeypatc
 
 @every_dtype
 @pytest.mark.parametrize(("t", "n"), [(1, 1), (63, 63), (17, 80), (200, 201)])
-@pytest.mark.parametrize("custom", [False, True], ids=["causal", "custom"])
+@pytest.mark.parametrize(
+    ("form", "custom"), [("auto", False), ("reference", False), ("auto", True)], ids=["causal", "plain", "custom"]
+)
 def test_with_mass(
-    t: int, n: int, custom: bool, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+    t: int, n: int, form: str, custom: bool, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt, "_BLOCK", 16 * 2 * n)
     query, keys, values, mask = prompt_of(t, n, dtype, 5)
@@ -108,7 +111,8 @@ def test_with_mass(
     weight = torch.ones(2, t)
     weight[1, : t // 3] = 0
     sees = (lambda row, first, end: mask[row, :, first:end]) if custom else None
-    out, mass = with_mass(query, keys, values, 0.04, weight, sees)
+    with dispatch.using(form):
+        out, mass = with_mass(query, keys, values, 0.04, weight, sees)
     expected, _, weights = reference(query, keys, values, mask, 0.04)
     assert torch.allclose(out.float(), expected, atol=tolerance, rtol=tolerance)
     summed = torch.einsum("bhgtn,bt->bhn", weights, weight)

@@ -10,10 +10,11 @@ from tests.ops.gpu.exact_attention import DEVICE, needs_triton
 
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention.cpu.choose import attend_pages
+from kvtailor.ops.attention.cpu.prompt import MASS_VARIANTS
 from kvtailor.ops.codes.floats import MxCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
-from kvtailor.ops.cpu.library import built
+from kvtailor.ops.cpu.library import built, library
 from kvtailor.ops.dispatch import (
     coded_attention,
     forced,
@@ -98,9 +99,10 @@ def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.Monkey
     query, side = torch.randn(2, 1, 1, 16, device=DEVICE), Whole(states=SIDE.states.to(DEVICE))
     prompt = torch.randn(1, 2, 8, 16, device=DEVICE).half()
     assert joint_attention(query.device) is None
-    assert prompt_mass(prompt, prompt, prompt) is None
+    assert prompt_mass(prompt, prompt, prompt) is not attend_with_mass
     with using("reference"):
         assert page_attention(query, side, side, 4) is None
+        assert prompt_mass(prompt, prompt, prompt) is None
     with using("triton"):
         assert coded_attention(query, side, side) is attend_coded
         assert joint_attention(query.device).attend_parts is attend_parts
@@ -156,7 +158,9 @@ def test_what_runs_is_explained() -> None:
     few, prompt, *codes = explained(CPU, torch.bfloat16)
     assert few.implementation.startswith("C++, ") is bool(built())
     assert "torch" in prompt.implementation
-    assert [each.implementation.startswith("C++, ") for each in codes] == [True] * bool(built())
+    used = library()
+    ours = (used is not None) + (used is not None and used.variant in MASS_VARIANTS)
+    assert [each.implementation.startswith("C++, ") for each in codes] == [True] * ours
     assert "no kernels for mps" in explained(torch.device("mps"), torch.bfloat16)[0].why
     assert "triton" in explained(torch.device("cuda"), torch.bfloat16)[0].why.lower()
     if built():

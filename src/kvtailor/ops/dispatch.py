@@ -25,6 +25,7 @@ from kvtailor.ops.attention import folded, folded_codes
 from kvtailor.ops.attention.cpu import choose
 from kvtailor.ops.attention.cpu.attention import attend_and_keep, attend_coded, unsuited_merge
 from kvtailor.ops.attention.cpu.attention import merge as merge_on_cpu
+from kvtailor.ops.attention.cpu.prompt import attend_with_mass, unsuited_prompt
 from kvtailor.ops.attention.cpu.sides import map_queries, map_sums, unsuited, unsuited_coordinates, unsuited_turned
 from kvtailor.ops.codes import quantise_cpu
 from kvtailor.ops.codes.nonuniform import LevelCodes, coded_by_levels
@@ -285,13 +286,16 @@ def chosen_attention(
 
 
 def prompt_mass(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """What reads a prompt and sums its attention up by slots, `mass.attend_with_mass`; None: torch must.
+    """What reads a prompt and sums its attention up by slots, an `attend_with_mass`; None: torch must.
 
     Args:
         query: (b, q, t, d). keys: (b, h, n, d). values: (b, h, n, dv). No query sees a later slot, each all others.
     """
     if not on_triton(query.device, "prompt mass"):
-        return None
+        built = _built_for(query)
+        if built is None or unsuited_prompt(query, keys, values, built) is not None:
+            return None
+        return partial(attend_with_mass, using=built)
     from kvtailor.ops.attention.triton import mass as on_gpu
 
     return on_gpu.attend_with_mass if on_gpu.unsuited(query, keys, values) is None else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvtailor.ops.attention.cpu.prompt import MASS_VARIANTS
 from kvtailor.ops.cpu.library import library, why_none
 from kvtailor.ops.dispatch import MOST_QUERIES, TRITON_OPERATIONS, forced, on_triton
 from kvtailor.ops.triton_launch import missing
@@ -57,11 +58,17 @@ def explained(device: torch.device, dtype: torch.dtype) -> list[RunningForm]:
             prompt,
         ]
     threads = "torch's threads" if built.parallel_for else "one thread: torch older than 2.10"
+    mass = RunningForm(
+        operation="attention of a prompt and its mass",
+        implementation=f"C++, {built.variant}",
+        why="gives both in one pass",
+    )
     return [
         RunningForm(
             operation=few, implementation=f"C++, {built.variant}", why=f"built, and runs on this machine; {threads}"
         ),
         prompt,
+        *([mass] if built.variant in MASS_VARIANTS else []),
         RunningForm(
             operation="making codes of states",
             implementation=f"C++, {built.variant}",

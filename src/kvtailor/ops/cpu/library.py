@@ -35,6 +35,7 @@ __all__ = [
     "Map",
     "Offset",
     "PartCoordinates",
+    "Prompt",
     "Side",
     "Step",
     "Turn",
@@ -51,7 +52,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 VARIANTS = ("avx512vnni", "avx512", "avx2", "dotprod", "portable")
 _FOLDER = Path(__file__).parent
 # `ABI` of layouts.h. Both are raised with each change of a structure below, or of what a function takes or means.
-ABI = 2
+ABI = 3
 # Functions that give a number of floats.
 _COUNTS = (
     "kvtailor_scratch",
@@ -62,6 +63,7 @@ _COUNTS = (
     "kvtailor_fitting_scratch",
     "kvtailor_choice_scratch",
     "kvtailor_pages_scratch",
+    "kvtailor_prompt_scratch",
 )
 
 
@@ -206,6 +208,19 @@ class Union(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("parts", "sinks", "merged", "out", "lse")),
         *((name, ctypes.c_int64) for name in ("count", "rows", "size")),
+    ]
+
+
+class Prompt(ctypes.Structure):
+    """`Prompt` of prompt.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "weight", "sinks", "out", "mass", "scratch")),
+        ("parallel_for", ctypes.c_void_p),
+        *((f"{name}_{of}", ctypes.c_int64) for name in ("query", "key", "value") for of in ("row", "head", "slot")),
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "group", "queries", "slots", "size", "value_size")),
+        *((name, ctypes.c_int64) for name in ("kind", "threads")),
+        ("scaling", ctypes.c_double),
     ]
 
 

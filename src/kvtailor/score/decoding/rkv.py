@@ -19,6 +19,7 @@ else, as there. `weight` is the paper's 0.1; the repository's scripts have 0.07,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,11 +34,13 @@ from kvtailor.types import Held, Needs
 
 __all__ = ["RKV"]
 
-# Tokens whose keys are compared at once: on a device _BLOCK with all others; on a CPU _ROWS, with as many of the newest
-# as make _PAIRS pairs, and _BLOCK at the least.
+# Tokens whose keys are compared at once: on a device _BLOCK with all others; on a CPU _ROWS, with as many others as
+# make _PAIRS pairs, and _BLOCK at the least.
 _BLOCK = 128
 _ROWS = 2048
 _PAIRS = 1 << 18
+# Tokens without an answer go on alone where they are at most such a share of those that looked.
+_FEW = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,26 +146,86 @@ def _redundancy(keys: Tensor, valid: Tensor, alike: float) -> Tensor:
 def _newest_alike(directions: Tensor, valid: Tensor, alike: float) -> Tensor:
     """(b, n) int64: the newest other token whose cosine to each is above `alike`, counted from 1; 0 where none is.
 
-    From directions (b, n, d) of length 1, 0 where not `valid` (b, n). A model's keys are mostly alike, so that on a CPU
-    the newest tokens come first, and only tokens without an answer go on. A device would wait for the host each time.
+    From directions (b, n, d) of length 1, 0 where not `valid` (b, n). On a CPU each token first looks at newer ones. Of
+    those that saw none alike, no two are alike, so that they need only look at older ones that did.
     """
-    slots, looks = valid.shape[1], directions.device.type == "cpu"
+    slots = valid.shape[1]
     slot = torch.arange(slots, device=directions.device)
-    # Float32 holds the numbers of slots exactly, and its passes are fast.
-    places = (slot + 1).to(torch.float32).where(valid, 0.0)[:, None]
     across = directions.transpose(1, 2).contiguous()
     newest = torch.zeros(valid.shape, dtype=torch.float32, device=directions.device)
-    for rows in slot.split(_ROWS if looks else _BLOCK):
-        end = slots
-        while end and len(rows):
-            begin = max(0, end - max(_BLOCK, _PAIRS // len(rows))) if looks else 0
-            cosines = (directions[:, rows] @ across[..., begin:end]).masked_fill_(
-                rows[:, None] == slot[begin:end], -2.0
-            )
-            found = cosines.gt_(alike).mul_(places[..., begin:end]).amax(-1)
-            # Of rows of a batch one may have its answer, and an older one than that is none.
-            newest[:, rows] = torch.maximum(newest[:, rows], found)
-            if begin:
-                rows = rows[((newest[:, rows] == 0) & valid[:, rows]).any(0)]
-            end = begin
+    if directions.device.type != "cpu":
+        # It would wait for the host each time that only some tokens go on.
+        places = (slot + 1).to(torch.float32).where(valid, 0.0)[:, None]
+        for rows in slot.split(_BLOCK):
+            cosines = (directions[:, rows] @ across).masked_fill_(rows[:, None] == slot, -2.0)
+            newest[:, rows] = cosines.gt_(alike).mul_(places).amax(-1)
+        return newest.long()
+    for rows in valid.any(0).nonzero()[:, 0].split(_ROWS):
+        _look(directions, valid, across, rows, slot, alike, newest, newer=True)
+    answered = newest > 0
+    older = answered.any(0).nonzero()[:, 0]
+    across = across[..., older]
+    for rows in (valid & ~answered).any(0).nonzero()[:, 0].split(_ROWS):
+        _look(directions, valid, across, rows, older, alike, newest, newer=False)
     return newest.long()
+
+
+def _look(
+    directions: Tensor,
+    valid: Tensor,
+    across: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    alike: float,
+    newest: Tensor,
+    *,
+    newer: bool,
+) -> None:
+    """Put into `newest` (b, n) what some slots find in others.
+
+    A model's keys are mostly alike, so that the newest columns come first, and only rows without an answer go on.
+
+    Args:
+        directions: (b, n, d). valid: (b, n).
+        across: (b, d, k) directions of the columns.
+        rows: (r,) ascending slots that look. columns: (k,) ascending slots that are looked at.
+        alike: see `RKV`.
+        newest: what was found before.
+        newer: of the columns those count that are newer than the row, else those that are older.
+    """
+    end, its = len(columns), directions[:, rows]
+    # Written over again and again: new memory would take longer than what is put there.
+    scratch = its.new_empty(its.shape[0] * max(_PAIRS, _BLOCK * len(rows)))
+    while end and len(rows):
+        begin = max(0, end - max(_BLOCK, _PAIRS // len(rows)))
+        some = columns[begin:end]
+        # Rows that have any of these columns before or behind them.
+        first, last = (0, _below(rows, some[-1])) if newer else (_below(rows, some[0] + 1), len(rows))
+        looks = rows[first:last]
+        shape = its.shape[0], len(looks), len(some)
+        cosines = torch.bmm(its[:, first:last], across[..., begin:end], out=scratch[: math.prod(shape)].view(shape))
+        if newer and _below(looks, some[0]) < len(looks):
+            cosines.masked_fill_(some <= looks[:, None], -2.0)
+        elif not newer and _below(looks, some[-1] + 1):
+            cosines.masked_fill_(some >= looks[:, None], -2.0)
+        end = begin
+        # Most often none is alike, or nearly all are.
+        if bool((cosines.amax(-1) > alike).any()):
+            # Float32 holds the numbers of slots exactly.
+            places = ((some + 1) * valid[:, some]).to(torch.float32)[:, None]
+            # Of rows of a batch one may have its answer, and an older one than that is none.
+            found = torch.maximum(newest[:, looks], cosines.gt_(alike).mul_(places).amax(-1))
+            newest[:, looks] = found
+            waiting = ((found == 0) & valid[:, looks]).any(0)
+            # What has its answer finds none that is newer. To pick a few out would take longer than to let them look.
+            if waiting.sum() <= _FEW * len(looks):
+                rows = torch.cat([rows[:first], looks[waiting], rows[last:]])
+                its = directions[:, rows]
+        if newer:
+            stay = _below(rows, some[0])
+            rows, its = rows[:stay], its[:, :stay]
+
+
+def _below(rows: Tensor, slot: Tensor) -> int:
+    """Return how many of the ascending rows stand before a slot."""
+    return int(torch.searchsorted(rows, slot))
