@@ -131,19 +131,22 @@ class AsymKV(Merger):
         given, squares = given.flatten(0, 1), queries.flatten(0, 1) ** 2
         # A token that has nearly all of the attention is nearly the output, and single precision would lose the rest.
         output = _summed_up(given, held.values[row, head], at).double()
+        from_output = torch.cat([-2 * output, (output**2).sum(-1, keepdim=True)], 1)
         sums = torch.zeros((kept, size), dtype=torch.float32, device=given.device)
         total = torch.zeros_like(sums)
         for first in range(0, at.shape[0], _BLOCK):
             block = slice(first, first + _BLOCK)
             tokens, where, counts = at[block], target[block], some[block]
             states, keys = held.values[row, head][tokens].double(), held.keys[row, head][tokens].float()
-            apart = (states**2).sum(-1) - 2 * output @ states.t() + (output**2).sum(-1, keepdim=True)
+            # |v - o|^2 = |v|^2 - 2 o v + |o|^2, the last two as one product with a channel of ones.
+            ones = states.new_ones((states.shape[0], 1))
+            apart = torch.addmm((states**2).sum(-1), from_output, torch.cat([states, ones], 1).t()).float()
             given_here = given[:, block]
             if held.softmax.softcap is not None:
                 # The slope of the cap, d (c tanh(l / c)) / dl = 1 - tanh(l / c)^2, at each product l.
                 products = queries.flatten(0, 1) @ keys.t()
                 given_here = given_here * (1 - products.div_(held.softmax.softcap).tanh_().square_())
-            fisher = (given_here**2 * apart.clamp_min_(0.0).float()).t() @ squares
+            fisher = apart.clamp_min_(0.0).mul_(given_here).mul_(given_here).t() @ squares
             fisher = fisher.clamp_min_(_UNSEEN).mul_(counts[:, None])
             if self.turned:
                 assert held.rotation is not None

@@ -46,7 +46,11 @@ def lane_attention(
     # (m, n) beside (g, m, n). A finite fill, whose softmax over nothing else is even and not NaN; those rows end as 0.
     given.masked_fill_(unseen, torch.finfo(torch.float32).min)
     softmax.probabilities_(given)
-    return given.masked_fill_(unseen.all(-1)[:, None], 0.0)
+    blind = unseen.all(-1)
+    # Most often there is none, and what looks costs less than what fills; a device would wait for the host.
+    if given.device.type == "cpu" and not blind.any():
+        return given
+    return given.masked_fill_(blind[:, None], 0.0)
 
 
 def observed_queries(held: Held, method: str, window: int) -> tuple[Tensor, Tensor]:

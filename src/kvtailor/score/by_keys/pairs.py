@@ -26,7 +26,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtailor.method import Serves
@@ -40,6 +42,7 @@ __all__ = ["Pairs"]
 _GAMMA = 4096 / math.log(512)
 _CACHE = 2592
 _ROUNDS = 64
+Array = NDArray[np.float64]
 # Above every price: of tokens that go into nothing.
 _LAST = 1e30
 
@@ -112,33 +115,37 @@ class Pairs(Scorer):
 def _prices(received: Tensor, weights: Tensor, place: Tensor, lane: Tensor) -> Tensor:
     """(n,) float32: the logarithm of the price at which each token goes into the one before it; a lane's first, last.
 
+    Rounds are many and small, and NumPy begins an operation several times as fast as torch does.
+
     Args:
         received: (n,) attention. weights: (n,) tokens that each stands for. place: (n,) how late it stands.
         lane: (n,) int64, ascending: tokens of one lane alone merge.
     """
-    attention, counts, place = received.double(), weights.double(), place.double()
-    prices = torch.full_like(received, _LAST)
-    left = torch.arange(received.shape[0])
+    count = received.shape[0]
+    prices = np.full(count, _LAST, dtype=np.float32)
+    # A row for each quantity, all of them exact in float64, so that one operation picks the tokens that are left.
+    left = np.stack([*(each.double().numpy() for each in (received, weights, place, lane)), np.arange(count)])
     for _ in range(_ROUNDS):
-        price = _of_pairs(attention, counts, place, lane)
-        lower = price < torch.inf
+        price = _of_pairs(left)
+        lower = price < np.inf
         if not lower.any():
-            return prices
+            return torch.from_numpy(prices)
         lower[1:] &= price[1:] < price[:-1]
         lower[:-1] &= price[:-1] <= price[1:]
-        at = lower.nonzero()[:, 0]
-        prices[left[at + 1]] = price[at].float()
-        attention[at] += attention[at + 1]
-        counts[at] += counts[at + 1]
-        stays = torch.ones_like(left, dtype=torch.bool)
+        at = lower.nonzero()[0]
+        prices[left[4, at + 1].astype(np.int64)] = price[at]
+        left[:2, at] += left[:2, at + 1]
+        stays = np.ones(left.shape[1], dtype=bool)
         stays[at + 1] = False
-        attention, counts, place, lane, left = (each[stays] for each in (attention, counts, place, lane, left))
-    prices[left[1:]] = _of_pairs(attention, counts, place, lane).clamp(max=_LAST).float()
-    return prices
+        left = left[:, stays]
+    prices[left[4, 1:].astype(np.int64)] = _of_pairs(left).clip(max=_LAST)
+    return torch.from_numpy(prices)
 
 
-def _of_pairs(attention: Tensor, counts: Tensor, place: Tensor, lane: Tensor) -> Tensor:
-    """(n - 1,) the logarithm of each pair's price; infinite where one ends a lane and the other begins the next."""
-    both = (attention[:-1] + attention[1:]).clamp_min(1e-30)
-    price = both.log() + (counts[:-1] + counts[1:]).log() - place[:-1]
-    return price.masked_fill_(lane[:-1] != lane[1:], torch.inf)
+def _of_pairs(tokens: Array) -> Array:
+    """(n - 1,) the logarithm of each pair's price, of tokens (5, n); infinite where a lane ends and the next begins."""
+    attention, counts, place, lane = tokens[:4]
+    both = np.maximum(attention[:-1] + attention[1:], 1e-30)
+    price: Array = np.log(both) + np.log(counts[:-1] + counts[1:]) - place[:-1]
+    price[lane[:-1] != lane[1:]] = np.inf
+    return price
