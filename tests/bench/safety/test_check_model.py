@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 
 import kvtailor
+from kvtailor.bench.checks import Fraud
 from kvtailor.bench.data.texts import generated_text
 from kvtailor.bench.measure import machine
 from kvtailor.bench.measure.equivalence import Margins
@@ -23,6 +24,7 @@ from kvtailor.bench.report.verdict.verdict import judge
 from kvtailor.bench.safety import check as check_module
 from kvtailor.bench.safety.page import PAGE, page, parted
 from kvtailor.bench.schema import read_records
+from kvtailor.bench.subject import Subject
 from kvtailor.cli import main
 from kvtailor.errors import KvtailorError
 
@@ -205,6 +207,25 @@ def test_bad_inputs_are_told(arguments: dict[str, Any], said: str) -> None:
 def test_untrained_and_refused_models_are_told() -> None:
     with pytest.raises(KvtailorError, match="random"):
         kvtailor.check_model("random-llama")
+
+
+def _short_of_ten(model: Any, plan: str) -> Any:
+    return kvtailor.cache_for(model, "position(sinks=0) @ tokens=86" if plan == "full" else plan)
+
+
+def test_a_cache_that_loses_tokens_without_a_plan_ends_a_check() -> None:
+    model, tokenizer = kvtailor.load_model("demo", dtype=torch.float32)
+    subject = dataclasses.replace(Subject.of(model, tokenizer, "a check"), make_cache=_short_of_ten)
+    with pytest.raises(Fraud, match="identity"):
+        kvtailor.check_model(subject, plans=KIVI, **SHORT)
+
+
+@pytest.mark.together
+def test_what_a_plan_reads_is_probed_in_the_first_windows_alone(plain: Any) -> None:
+    first, further = ([r for r in plain.records if r.text.endswith(f"{part} of 2")] for part in (1, 2))
+    assert first and further
+    assert all(r.reads_held for r in first if r.plan not in ("full", "kivi4"))
+    assert all(r.rounding is None and r.reads_held is None for r in further)
 
 
 def test_the_page_is_in_two_parts_of_whole_passages() -> None:

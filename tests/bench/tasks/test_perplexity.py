@@ -155,6 +155,27 @@ def test_the_full_plan_may_be_held_against_the_model_on_a_few_windows():
         run(broken, [FULL], [few], bandwidth=False)
 
 
+class Unchecked(Perplexity):
+    own_windows = 0
+    probes = False
+
+
+def test_windows_whose_plans_were_checked_before_have_the_same_numbers_and_no_checks():
+    caches = {"one": DummyCache(keep=20)}
+    last = Unchecked(**{each.name: getattr(task(), each.name) for each in fields(Perplexity)})
+    steps = []
+    whole = bench(CountingModel(), *caches, caches=caches)
+    part = bench(CountingModel(), *caches, caches=caches, tasks=[last], advance=steps.append)
+    assert len(steps) == plan_run([last], [FULL, FULL])[1] == 16
+    assert [r.metrics for r in part] == [r.metrics for r in whole]
+    assert whole[1].rounding is not None
+    assert all(r.rounding is None and r.reads_held is None and not r.notes for r in part)
+    broken = subject(CountingModel())
+    object.__setattr__(broken, "make_cache", lambda model, plan: DummyCache(keep=199))
+    with pytest.raises(Fraud, match="full that holds less"):
+        run(broken, [FULL], [last], bandwidth=False)
+
+
 def test_a_sentence_said_again_and_again_is_caught():
     with pytest.raises(Fraud, match="repeated text"):
         bench(UniformModel(), tasks=[task(text="The same old story is told here once more, dear reader. " * 400)])

@@ -46,8 +46,11 @@ _BIASED = 0.125
 _NEGLIGIBLE = 1e-4
 """Nats in the mean token that no number of a report shows."""
 _TINY = 1e-12
-_AT_ONCE = 1 / 8
-"""Share of the free memory that the weights may take in the finer dtype, all at once."""
+_AT_ONCE = 1 / 3
+"""Share of the free memory that the weights may take in the finer dtype, all at once.
+
+Layer by layer they are made finer again in every forward, which takes far longer than a token itself.
+"""
 
 Score = Callable[[Contestant], Sequence[Tensor]]
 
@@ -211,7 +214,7 @@ def _lean(errors: Sequence[Tensor]) -> float:
 def finer(subject: Subject) -> Iterator[torch.dtype]:
     """Compute in float32 what is in half precision, and in float64 what is in float32, within this context.
 
-    The weights stay as they are, bit for bit. All are made finer for the whole time where that takes an eighth of the
+    The weights stay as they are, bit for bit. All are made finer for the whole time where that takes a third of the
     free memory at most; otherwise those of a layer while it runs. What was there is put back, whatever happens.
 
     Raises:

@@ -29,6 +29,7 @@ class WholeBudgets:
         what: name of the sample, for the sentence of a failure.
         tokens: of the sample's context.
         targets: that the sample has.
+        finely: in half precision they are tried in a finer dtype too, which takes longer than all else here.
     """
 
     def __init__(
@@ -39,8 +40,11 @@ class WholeBudgets:
         what: str,
         tokens: int,
         targets: int,
+        *,
+        finely: bool = True,
     ):
         self._subject, self._full, self._score, self._what = subject, full, score, what
+        self._finely = finely
         self._tokens, self._few, self._many = tokens, min(_FEW, targets), min(_MANY, targets)
         self._of_full: Tensor | None = None
         self._finely_of_full: Tensor | None = None
@@ -67,7 +71,7 @@ class WholeBudgets:
             ours = self._score(whole, self._few)
         except (KvtailorError, ValueError) as error:
             return (f"Its whole budget could not be tried as {whole.text}: {error}",)
-        finely = self._subject.cache_dtype.itemsize <= 2 and self._try_finely(contestant, whole)
+        finely = self._finely and self._subject.cache_dtype.itemsize <= 2 and self._try_finely(contestant, whole)
         checks.check_whole_budget(
             contestant.label,
             str(whole.text),

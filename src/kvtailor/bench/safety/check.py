@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,6 +26,7 @@ from kvtailor.bench.schema import Record
 from kvtailor.bench.stages import Progress, Silent
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import Task
+from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.errors import ArgumentError, KvtailorError
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.plan import Plan
@@ -128,6 +129,25 @@ def check_model(
     )
 
 
+class _FirstWindows(Perplexity):
+    """`perplexity`, whose sanity checks take a small part of the time.
+
+    The null plan is held against the model's own cache on one window, in a finer dtype too: what is wrong there is so
+    in every window. A plan at its whole budget is tried in the model's own dtype: a loss that an error of ours caused
+    would still be what its user gets.
+    """
+
+    own_windows: ClassVar[int | None] = 1
+    finely: ClassVar[bool] = False
+
+
+class _FurtherWindows(Perplexity):
+    """`perplexity` of plans that the first windows have checked."""
+
+    own_windows: ClassVar[int | None] = 0
+    probes: ClassVar[bool] = False
+
+
 class _Check:
     """A check while it runs: its subject, its plans, and what has been measured."""
 
@@ -144,15 +164,16 @@ class _Check:
     ):
         self.subject, self.candidates, self.margin = subject, candidates, margin
         self.out, self.again, self.progress = out, again, progress
-        self.tasks = [
-            make_task(
-                "perplexity",
-                {"context": size[0], "continuation": size[1], "windows": count},
-                subject,
-                data=None,
-                text=part,
+        self.tasks: list[Task] = [
+            kind(
+                text=part.text,
+                source=part.source,
+                starts=part.starts,
+                context=size[0],
+                continuation=size[1],
+                windows=count,
             )
-            for part, count in zip(parts, WINDOWS, strict=True)
+            for kind, part, count in zip((_FirstWindows, _FurtherWindows), parts, WINDOWS, strict=True)
         ]
         self.questions = [
             make_task(

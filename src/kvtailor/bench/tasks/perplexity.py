@@ -112,6 +112,8 @@ class Perplexity(PlanByPlan):
         state: 0: the windows that are spread evenly over the text. Any other chooses others at random, from another
             beginning, and is in every record.
         own_windows: on how many of them 'full' is held against the model's own cache; None: on all.
+        finely: plans at their whole budget are held against 'full' in a finer dtype too, see `WholeBudgets`.
+        probes: each plan is tried at its whole budget, and is seen to read what it holds and to list all of it.
     """
 
     name: ClassVar[str] = "perplexity"
@@ -137,6 +139,8 @@ class Perplexity(PlanByPlan):
     values: ClassVar[tuple[str, ...]] = ("nll",)
     by_sample: ClassVar[bool] = True
     own_windows: ClassVar[int | None] = None
+    finely: ClassVar[bool] = True
+    probes: ClassVar[bool] = True
     text: str
     source: str
     origin: str | None = None
@@ -177,7 +181,8 @@ class Perplexity(PlanByPlan):
 
     def units(self, contestants: int) -> int:
         # The null plan is held against the model's own cache, which takes as many steps once more.
-        return self.windows * contestants + min(self.windows, self.own_windows or self.windows)
+        own = self.windows if self.own_windows is None else self.own_windows
+        return self.windows * contestants + min(self.windows, own)
 
     def demand(self) -> Demand:
         tokens = self.continuation * (self.windows + _CHECKED)
@@ -216,7 +221,7 @@ class Perplexity(PlanByPlan):
             data=_Shared(
                 windows=windows,
                 distinct=share,
-                whole=whole_budgets(subject, contestants, windows[0], self.source),
+                whole=whole_budgets(subject, contestants, windows[0], self.source, finely=self.finely),
                 first=next((each for each in contestants if each.is_full), contestants[0]),
             ),
         )
@@ -227,9 +232,9 @@ class Perplexity(PlanByPlan):
 
         shared: _Shared = sample.data
         windows = shared.windows
-        tried = shared.whole.check(contestant)
+        tried = shared.whole.check(contestant) if self.probes else ()
         scored = self._run(subject, contestant, windows, advance)
-        if contestant.is_full:
+        if contestant.is_full and self.own_windows != 0:
             shared.own = shared.own or self._run(subject, OWN_ROUNDED, windows[: self.own_windows], advance)
             said = self._check_identity(subject, scored[: self.own_windows], shared.own, windows)
             tried += () if said is None else (said,)
@@ -237,9 +242,9 @@ class Perplexity(PlanByPlan):
         if not all(math.isfinite(x) for x in nll):
             raise NotANumber.of_logits()
         heaviest = max((w for _, w in scored), key=lambda w: w.get("bytes_held", 0))
-        if contestant.is_full:
+        if self.probes and contestant.is_full:
             shared.rounding = self._rounding(subject, contestant, windows[0], scored[0][0])
-        elif checks.is_smaller(heaviest):
+        elif self.probes and checks.is_smaller(heaviest):
             if shared.rounding is None:
                 shared.rounding = self._rounding(subject, shared.first, windows[0])
             heaviest |= probe(
@@ -370,7 +375,9 @@ def scored_pieces(windows: Sequence[Window], text: str) -> list[str]:
     return [w.text for w in windows] if all(w.text for w in windows) else [text]
 
 
-def whole_budgets(subject: Subject, contestants: Sequence[Contestant], window: Window, source: str) -> WholeBudgets:
+def whole_budgets(
+    subject: Subject, contestants: Sequence[Contestant], window: Window, source: str, *, finely: bool = True
+) -> WholeBudgets:
     """Tries plans at their whole budget on the first tokens after a window's context, fed one at a time."""
     from kvtailor.bench.checks.whole import WholeBudgets
 
@@ -379,7 +386,7 @@ def whole_budgets(subject: Subject, contestants: Sequence[Contestant], window: W
     def score(contestant: Contestant, count: int) -> Tensor:
         return score_window(subject, contestant, window.context, window.targets[:count], chunk=1)[0]
 
-    return WholeBudgets(subject, full, score, source, window.context.numel(), window.targets.numel())
+    return WholeBudgets(subject, full, score, source, window.context.numel(), window.targets.numel(), finely=finely)
 
 
 def score_window(
