@@ -224,7 +224,7 @@ def test_a_cache_that_loses_tokens_without_a_plan_ends_a_check() -> None:
 def test_what_a_plan_reads_is_probed_in_the_first_windows_alone(plain: Any) -> None:
     first, further = ([r for r in plain.records if r.text.endswith(f"{part} of 2")] for part in (1, 2))
     assert first and further
-    assert all(r.reads_held for r in first if r.plan not in ("full", "kivi4"))
+    assert all(r.reads_held for r in first if r.label not in ("full", "kivi4"))
     assert all(r.rounding is None and r.reads_held is None for r in further)
 
 
