@@ -3,10 +3,11 @@
     python docs/write_real_models.py
 
 What stands between `<!-- real models: NAME -->` and `<!-- /real models -->` is made anew: NAME is `start` for the plans
-of README, `all` for every plan that was measured under its own name, `field` for those of the suite `field`, which cuts
-each plan to the same bytes. A plan that a model has no records of is a dash there. In docs/verdicts.md `the run` is
-what was asked of each model, and `of PLAN` a line for each model of a row of the suite, with what is the other way
-round in the numbers of the embedded model on the same page.
+of README, `all` for every plan that was measured under its own name, `texts` for those that were measured on other
+texts than novels, `field` for those of the suite `field`, which cuts each plan to the same bytes. A plan that a model
+has no records of is a dash there. In docs/verdicts.md `the run` is what was asked of each model, and `of PLAN` a line
+for each model of a row of the suite, with what is the other way round in the numbers of the embedded model on the same
+page.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from kvtailor.bench.measure.statistics import Estimate, wilson
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.suite.ranking import Place, RankedScore, Ranking, rank
 from kvtailor.bench.report.table import Row
-from kvtailor.bench.report.tables.quality import difference
+from kvtailor.bench.report.tables.quality import difference, documents_of
 from kvtailor.bench.report.verdict.verdict import judge
-from kvtailor.bench.schema import latest, read_records
+from kvtailor.bench.schema import Record, latest, read_records
 from kvtailor.bench.suite.suite import read_suite
 from kvtailor.errors import PlanError
 from kvtailor.plan import Plan
@@ -39,6 +40,8 @@ PAGES = (
 )
 MODELS = {"SmolLM2-135M": "smollm2-135m", "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0.5b"}
 """The folder of records in docs/records of each model."""
+TEXTS = {"c4": "C4", "kvtailor-engine.py.txt": "Python"}
+"""Texts of the records in docs/records/MODEL-texts."""
 START = {
     "half": "kivi(key_bits=8, value_bits=4, recent=32)",
     "a third, slower tokens": "kvquant4",
@@ -60,7 +63,7 @@ NOVELS, NEEDLES = "novels, ΔNLL", "needle, points"
 ASKED = {NEEDLES: "needles", "multi-key, points": "keys"}
 """Columns of the suite whose right answers are told, and what one asks for; `NOVELS` is told as nats."""
 _BLOCK = re.compile(
-    r"(<!-- real models: (start|all|field|questions|the run|of (.+?)) -->\n).*?(<!-- /real models -->)", re.DOTALL
+    r"(<!-- real models: (start|all|texts|field|questions|the run|of (.+?)) -->\n).*?(<!-- /real models -->)", re.DOTALL
 )
 _EMBEDDED = re.compile(r"<!-- measured: ([^/]+?) -->\n(.*?)<!-- /measured -->", re.DOTALL)
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
@@ -104,6 +107,7 @@ def written(page: str, models: Mapping[str, Mapping[str, Row]], rankings: Mappin
         made: dict[str, Callable[[], Iterator[str]]] = {
             "start": lambda: _start(models),
             "all": lambda: _all(models),
+            "texts": lambda: _texts(models),
             "field": lambda: _field(rankings),
             "questions": _questions,
             "the run": lambda: _run(models, rankings),
@@ -159,37 +163,94 @@ def read_rankings(records: Path = ROOT / "docs" / "records") -> dict[str, Rankin
 
 
 @cache
-def judgements(records: Path = ROOT / "docs" / "records") -> dict[str, dict[str, str]]:
-    """Return what the report of each model's records says of each plan's loss: "shown", "harmful", or "not shown"."""
-    found = {}
+def read_texts(records: Path = ROOT / "docs" / "records") -> dict[str, dict[str, dict[str, Estimate]]]:
+    """Return what plans lost on `TEXTS`, by model, text and plan, of each model that was measured there."""
+    found: dict[str, dict[str, dict[str, Estimate]]] = {}
     for name, folder in MODELS.items():
-        if (records / folder).is_dir():
-            run = summarise(read_records(records / folder))
-            judged = judge(run.rows, run.measures, run.margins).judged
-            found[name] = {
-                each.row.label: "shown" if each.complete and each.shown else "harmful" if each.worse else "not shown"
-                for each in judged
-            }
+        if not (where := records / f"{folder}-texts").is_dir():
+            continue
+        there = [each for each in latest(read_records(where)) if each.error is None]
+        full = {each.text: each for each in there if each.plan == "full"}
+        found[name] = {text: {} for text in TEXTS}
+        for each in there:
+            if each.plan != "full" and each.text in full:
+                sides = each.values["nll"], full[each.text].values["nll"]
+                loss = difference(*sides, documents=documents_of(each))
+                found[name][str(each.text)][each.label] = loss
     return found
 
 
+@cache
+def judgements(records: Path = ROOT / "docs" / "records") -> dict[tuple[str, str], dict[str, str]]:
+    """Return what the report of each model's records says of each plan's loss: "shown", "harmful", or "not shown".
+
+    Returns:
+        by model and text, which is "novels" or one of `TEXTS`.
+    """
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for name, folder in MODELS.items():
+        if (records / folder).is_dir():
+            found[name, "novels"] = _words(read_records(records / folder))
+        if (records / f"{folder}-texts").is_dir():
+            there = read_records(records / f"{folder}-texts")
+            for text, called in TEXTS.items():
+                found[name, called] = _words([each for each in there if each.text == text])
+    return found
+
+
+def _words(records: Sequence[Record]) -> dict[str, str]:
+    run = summarise(records)
+    return {
+        each.row.label: "shown" if each.complete and each.shown else "harmful" if each.worse else "not shown"
+        for each in judge(run.rows, run.measures, run.margins).judged
+    }
+
+
 def _judged(plan: str) -> str:
-    """One word of a plan over all models, as the report of their records has it."""
-    words = {name: told.get(plan, "not shown") for name, told in judgements().items()}
-    harmful = [name for name, word in words.items() if word == "harmful"]
+    """One word of a plan over all models and texts, as the report of their records has it."""
+    words = {where: told.get(plan, "not shown") for where, told in judgements().items()}
+    harmful: dict[str, list[str]] = {}
+    for (model, text), word in words.items():
+        if word == "harmful":
+            harmful.setdefault(text, []).append(model)
     if harmful:
-        return f"harmful on {', '.join(harmful)}"
+        return "harmful: " + "; ".join(f"{text} on {' and '.join(models)}" for text, models in harmful.items())
     return "safe" if {*words.values()} == {"shown"} else "not shown"
 
 
 def _start(models: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
-    yield f"| you want | start from | bytes | {' | '.join(f'lost on {name}' for name in models)} | judged |"
+    yield f"| you want | start from | bytes | {' | '.join(f'at most lost on {name}' for name in models)} | judged |"
     yield "|---|---|---|" + "---|" * len(models) + "---|"
     for want, plan in START.items():
         rows = [rows.get(plan) for rows in models.values()]
-        cells = [*(_lost(row, ends=False) for row in rows), _judged(plan)]
+        cells = [*(_at_most(name, plan, row) for name, row in zip(models, rows, strict=True)), _judged(plan)]
         yield f"| {want} | `{plan}` | {_bytes(rows)} | {' | '.join(cells)} |"
     yield from ALSO
+
+
+def _at_most(model: str, plan: str, row: Row | None) -> str:
+    """The upper ends of the losses on novels and `TEXTS`, and the right answers."""
+    if row is None:
+        return "-"
+    there = read_texts().get(model, {})
+    losses = [row.loss, *(there.get(text, {}).get(plan) for text in TEXTS)]
+    told = ", ".join("-" if each is None or each.high is None else f"{each.high:.3f}" for each in losses)
+    return told if row.accuracy is None else f"{told}; {row.hits} of {row.accuracy.count}"
+
+
+def _texts(models: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
+    there = read_texts()
+    heads = [f"{name}, {text}" for name in there for text in ("novels", *TEXTS.values())]
+    yield f"| plan | bytes | {' | '.join(heads)} |"
+    yield "|---|---|" + "---|" * len(heads)
+    plans = dict.fromkeys(plan for texts in there.values() for losses in texts.values() for plan in losses)
+    rows = {plan: [models[name].get(plan) for name in there] for plan in plans}
+    for plan in sorted(plans, key=lambda plan: -min(row.ratio or 9 for row in rows[plan] if row is not None)):
+        cells = []
+        for name, row in zip(there, rows[plan], strict=True):
+            losses = [None if row is None else row.loss, *(there[name][text].get(plan) for text in TEXTS)]
+            cells += ["-" if each is None else _told(each) for each in losses]
+        yield f"| `{plan}` | {_bytes(rows[plan])} | {' | '.join(cells)} |"
 
 
 def _all(models: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
@@ -199,7 +260,7 @@ def _all(models: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
     least = {plan: min(r.ratio or 9 for rows in models.values() if (r := rows.get(plan))) for plan in plans}
     for plan in sorted(plans, key=lambda plan: -least[plan]):
         rows = [rows.get(plan) for rows in models.values()]
-        yield f"| `{plan}` | {_bytes(rows)} | {' | '.join(_lost(row, ends=True) for row in rows)} |"
+        yield f"| `{plan}` | {_bytes(rows)} | {' | '.join(map(_lost, rows))} |"
 
 
 def _questions(records: Path = ROOT / "docs" / "records") -> Iterator[str]:
@@ -449,13 +510,11 @@ def _bytes(rows: list[Row | None]) -> str:
     return f"{' to '.join(map(str, (shares[0], shares[-1])[: len(set(shares))]))} %" if shares else "-"
 
 
-def _lost(row: Row | None, *, ends: bool) -> str:
-    """Nats a token over 'full' with the upper end or both, and the answers that were right."""
+def _lost(row: Row | None) -> str:
+    """Nats a token over 'full' with both ends, and the answers that were right."""
     if row is None or row.loss is None:
         return "-"
-    told, high = _told(row.loss), row.loss.high
-    if not ends:
-        told = f"{row.loss.value:+.3f}" + ("" if high is None else f", at most {high:.3f}")
+    told = _told(row.loss)
     return told if row.accuracy is None else f"{told}; {row.hits} of {row.accuracy.count}"
 
 

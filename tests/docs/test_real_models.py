@@ -38,7 +38,7 @@ def test_another_number_in_a_record_is_another_page():
     name, plan = next(iter(models)), next(iter(SCRIPT["START"].values()))
     row = models[name][plan]
     loss = row.numbers["perplexity.nll_over_full"]
-    more = {loss.name: loss._replace(value=loss.value + 0.002)}
+    more = {loss.name: loss._replace(value=loss.value + 0.002, high=loss.high + 0.002)}
     models[name][plan] = replace(row, numbers={**row.numbers, **more})
     assert SCRIPT["written"](page, models, {}) != page
 
@@ -52,10 +52,27 @@ def test_readme_judges_its_plans_as_the_report_of_the_same_records_does():
         said = summarise(read_records(RECORDS / folder)).advice.sentence
         for plan, row in rows.items():
             word = row.split("|")[-2].strip()
-            assert word in ("safe", "not shown") or word.startswith("harmful on ")
+            assert word in ("safe", "not shown") or word.startswith("harmful: ")
             if said.startswith("Use none of these plans yet"):
                 assert word != "safe" and "nothing to notice" not in row, f"{plan} on {name}"
-    assert "harmful on SmolLM2-135M" in rows["snapkv(kernel=21) + adakv @ keep=0.25"]
+    assert "harmful: novels on SmolLM2-135M; Python on " in rows["snapkv(kernel=21) + adakv @ keep=0.25"]
+
+
+def test_a_number_of_another_text_is_of_its_own_records():
+    there = SCRIPT["read_texts"]()
+    for name, texts in there.items():
+        records = latest(read_records(RECORDS / f"{SCRIPT['MODELS'][name]}-texts"))
+        for text, losses in texts.items():
+            full = next(each for each in records if each.plan == "full" and each.text == text)
+            assert len(full.values["nll"]) == 12 and len(losses) > 10
+            for plan, loss in losses.items():
+                [ours] = [each for each in records if each.label == plan and each.text == text]
+                told = sum(ours.values["nll"]) / 12 - sum(full.values["nll"]) / 12
+                assert loss.value == pytest.approx(told, abs=1e-9) and loss.low < loss.value < loss.high
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    [row] = [line for line in readme.splitlines() if "| `k3v3` |" in line]
+    python = there["SmolLM2-135M"]["kvtailor-engine.py.txt"]["k3v3"]
+    assert f", {python.high:.3f}; " in row and python.low > 0.02
 
 
 def test_of_two_plans_of_one_name_at_a_budget_the_table_has_the_one_with_most_bytes():

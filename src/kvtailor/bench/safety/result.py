@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvtailor.bench.safety.page import PAGE
 from kvtailor.bench.safety.verdict import (
     HARMFUL,
     NOT_MEASURED,
@@ -148,6 +149,9 @@ class ModelCheck:
         found += ["", "Take, by bytes:"]
         for words, share in SHARES.items():
             found += filled(f"  {words + ':':<12} {self._advice(words, share)}", hang=15)
+        if self.text == PAGE:
+            # As SmolLM2-135M did on Python: docs/measured.md.
+            found += filled("These windows are prose; code, say, can lose several times as much: --text FILE.")
         found += ["", f"Next: {self.next}"]
         return found
 
