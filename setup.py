@@ -128,7 +128,7 @@ def main() -> None:
     kernels = [
         Extension(
             f"kvtailor.ops.cpu.kernels_{name}",
-            [f"{FOLDER}/{source}.cpp" for source in ("attention", "checksum", "prompt", "quantise")],
+            [f"{FOLDER}/{source}.cpp" for source in ("alike", "attention", "checksum", "prompt", "quantise")],
             depends=sorted(glob(f"{FOLDER}/*.h")),
             extra_compile_args=[*ALWAYS, *QUIET, *flags],
             extra_link_args=STRIPPED,

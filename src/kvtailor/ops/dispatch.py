@@ -31,6 +31,7 @@ from kvtailor.ops.codes import quantise_cpu
 from kvtailor.ops.codes.nonuniform import LevelCodes, coded_by_levels
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import Library, library
+from kvtailor.ops.lanes import alike_cpu
 from kvtailor.ops.segments.attention_inputs import Turned
 from kvtailor.ops.segments.code_layout import CodeKind
 from kvtailor.ops.segments.coded import Coded, Whole
@@ -49,6 +50,7 @@ __all__ = [
     "forced",
     "joint_attention",
     "maps_of",
+    "newest_alike",
     "on_triton",
     "merged",
     "page_attention",
@@ -299,6 +301,14 @@ def prompt_mass(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., tu
     from kvtailor.ops.attention.triton import mass as on_gpu
 
     return on_gpu.attend_with_mass if on_gpu.unsuited(query, keys, values) is None else None
+
+
+def newest_alike(directions: Tensor) -> Callable[..., Tensor] | None:
+    """What finds the newest of some directions (n, d) that is like each, `alike_cpu.newest_alike`; None: torch must."""
+    built = _built_for(directions)
+    if built is None or built.variant not in alike_cpu.ALIKE_VARIANTS or directions.dtype != torch.float32:
+        return None
+    return partial(alike_cpu.newest_alike, using=built)
 
 
 def quantiser(states: Tensor) -> Quantiser:

@@ -15,6 +15,7 @@ from kvtailor.errors import FileError
 from kvtailor.ops.cpu import library as module
 from kvtailor.ops.cpu.library import (
     ABI,
+    Alike,
     Call,
     Coding,
     Fitting,
@@ -122,6 +123,7 @@ def test_both_sources_have_the_same_number() -> None:
     [
         (Side, "layouts.h"),
         (Call, "attention.cpp"),
+        (Alike, "alike.cpp"),
         (Coding, "quantise.cpp"),
         (Prompt, "prompt.cpp"),
         (Map, "coordinates.h"),

@@ -10,6 +10,7 @@ import torch
 from tests.support.held_rows import Row, held_of, make_row, row_of
 from torch import Tensor
 
+from kvtailor.ops import dispatch
 from kvtailor.plan import Plan
 from kvtailor.score.decoding import rkv
 from kvtailor.score.decoding.rkv import RKV
@@ -89,9 +90,17 @@ def test_more_than_a_block_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("alike", [0.5, -0.2, 0.95])
-@pytest.mark.parametrize(("rows", "pairs", "block"), [(2048, 1 << 18, 128), (50, 1, 7), (1000, 400, 1)])
+@pytest.mark.parametrize(
+    ("form", "rows", "pairs", "block"),
+    [
+        ("auto", 2048, 1 << 18, 128),
+        ("reference", 2048, 1 << 18, 128),
+        ("reference", 50, 1, 7),
+        ("reference", 1000, 400, 1),
+    ],
+)
 def test_the_newest_that_is_alike_is_found_a_few_columns_at_a_time(
-    alike: float, rows: int, pairs: int, block: int, monkeypatch: pytest.MonkeyPatch
+    alike: float, form: str, rows: int, pairs: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys with a direction in common, as a model's are, so that most tokens have their answer early; some have not."""
     for name, value in (("_ROWS", rows), ("_PAIRS", pairs), ("_BLOCK", block)):
@@ -103,7 +112,8 @@ def test_the_newest_that_is_alike_is_found_a_few_columns_at_a_time(
     valid[1, :9] = valid[2, :100] = False
     directions = torch.nn.functional.normalize(keys, dim=-1).masked_fill(~valid[..., None], 0.0)
     cosines = (directions @ directions.transpose(1, 2)).double()
-    got = rkv._newest_alike(directions, valid, alike).tolist()
+    with dispatch.using(form):
+        got = rkv._newest_alike(directions, valid, alike).tolist()
     for row, i in valid.nonzero().tolist():
         found = [j + 1 for j in range(131) if valid[row, j] and j != i and cosines[row, i, j] > alike]
         assert got[row][i] == max(found, default=0)

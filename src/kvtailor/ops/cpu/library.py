@@ -24,6 +24,7 @@ __all__ = [
     "ABI",
     "DTYPES",
     "VARIANTS",
+    "Alike",
     "Call",
     "Choice",
     "Coding",
@@ -52,7 +53,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 VARIANTS = ("avx512vnni", "avx512", "avx2", "dotprod", "portable")
 _FOLDER = Path(__file__).parent
 # `ABI` of layouts.h. Both are raised with each change of a structure below, or of what a function takes or means.
-ABI = 3
+ABI = 4
 # Functions that give a number of floats.
 _COUNTS = (
     "kvtailor_scratch",
@@ -64,6 +65,7 @@ _COUNTS = (
     "kvtailor_choice_scratch",
     "kvtailor_pages_scratch",
     "kvtailor_prompt_scratch",
+    "kvtailor_alike_scratch",
 )
 
 
@@ -221,6 +223,16 @@ class Prompt(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "heads", "group", "queries", "slots", "size", "value_size")),
         *((name, ctypes.c_int64) for name in ("kind", "threads")),
         ("scaling", ctypes.c_double),
+    ]
+
+
+class Alike(ctypes.Structure):
+    """`Alike` of alike.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("vectors", "rows", "columns", "newest", "scratch", "parallel_for")),
+        *((name, ctypes.c_int64) for name in ("size", "row_count", "column_count", "newer", "threads")),
+        ("above", ctypes.c_double),
     ]
 
 

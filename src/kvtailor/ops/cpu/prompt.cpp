@@ -6,7 +6,7 @@
 // then, and once the block's sums are known they are added up by slot. All numbers are float32.
 //
 // Measured on AVX2 without AVX-512, and built for that alone.
-#include "layouts.h"
+#include "tall_products.h"
 #include "threads.h"
 
 // Mirrored field by field in library.py.
@@ -27,14 +27,10 @@ struct Prompt {
 #if defined(__AVX2__) && !defined(__AVX512F__)
 namespace {
 
-constexpr int64_t WIDE = 2 * W;   // keys, or channels of values, that lie side by side
-constexpr int64_t TALL = 6;       // query rows that are multiplied at once: 12 sums leave 4 of the 16 registers
 constexpr int64_t TILE = 256;     // keys
 constexpr int64_t ROWS = 96;      // query rows of a block, where a group is not larger
 constexpr int64_t MOST = 1 << 21;  // weights of a block, where that leaves it a query
 constexpr int64_t PARTS = 16;     // in which the blocks of a kv head add their mass up, whatever the threads
-
-int64_t up_to(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
 // How the work on one kv head is laid out.
 struct Plan {
@@ -59,27 +55,6 @@ struct Plan {
   int64_t each() const { return up_to(rows * (call.size + channels + slots + tiles() + 3), 16); }
   int64_t floats() const { return packed_keys() + packed_values() + masses() + call.threads * each(); }
 };
-
-// Sums of products of TALL rows with `count` rows of WIDE numbers, added to what `to` holds or in its place. Rows of
-// factors lie `factor_row` numbers from one another, rows of sums `to_row`.
-template <bool ADDS>
-INLINE static inline void multiply(const float* factors, int64_t factor_row, const float* with, int64_t count,
-                                   float* to, int64_t to_row) {
-  F a[TALL], b[TALL];
-  each_below<TALL>([&](auto r) INLINE {
-    a[r] = ADDS ? load<F>(to + r * to_row) : F{};
-    b[r] = ADDS ? load<F>(to + r * to_row + W) : F{};
-  });
-  for (int64_t i = 0; i < count; i++) {
-    const F x = load<F>(with + i * WIDE), y = load<F>(with + i * WIDE + W);
-    each_below<TALL>([&](auto r) INLINE {
-      // Straight from memory: a number that is in a register takes a unit that products want.
-      const F factor = (F)_mm256_broadcast_ss(factors + r * factor_row + i);
-      a[r] += factor * x, b[r] += factor * y;
-    });
-  }
-  each_below<TALL>([&](auto r) INLINE { store(to + r * to_row, a[r]), store(to + r * to_row + W, b[r]); });
-}
 
 // One block of queries over one kv head.
 struct Block {

@@ -20,6 +20,7 @@ else, as there. `weight` is the paper's 0.1; the repository's scripts have 0.07,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.method import Serves
+from kvtailor.ops import dispatch
 from kvtailor.ops.attention.observed import observed_queries
 from kvtailor.ops.lanes.pool import pool_members
 from kvtailor.score.contract import Scorer
@@ -160,6 +162,8 @@ def _newest_alike(directions: Tensor, valid: Tensor, alike: float) -> Tensor:
             cosines = (directions[:, rows] @ across).masked_fill_(rows[:, None] == slot, -2.0)
             newest[:, rows] = cosines.gt_(alike).mul_(places).amax(-1)
         return newest.long()
+    if (look := dispatch.newest_alike(directions)) is not None:
+        return torch.stack([_by_kernel(look, *lane, alike) for lane in zip(directions, valid, strict=True)])
     for rows in valid.any(0).nonzero()[:, 0].split(_ROWS):
         _look(directions, valid, across, rows, slot, alike, newest, newer=True)
     answered = newest > 0
@@ -168,6 +172,16 @@ def _newest_alike(directions: Tensor, valid: Tensor, alike: float) -> Tensor:
     for rows in (valid & ~answered).any(0).nonzero()[:, 0].split(_ROWS):
         _look(directions, valid, across, rows, older, alike, newest, newer=False)
     return newest.long()
+
+
+def _by_kernel(look: Callable[..., Tensor], directions: Tensor, valid: Tensor, alike: float) -> Tensor:
+    """`_newest_alike` of one lane, directions (n, d) and `valid` (n,)."""
+    newest = torch.zeros(valid.shape, dtype=torch.int64)
+    slots = valid.nonzero()[:, 0]
+    newest[slots] = look(directions, slots, slots, alike, newer=True)
+    waiting = slots[newest[slots] == 0]
+    newest[waiting] = look(directions, waiting, newest.nonzero()[:, 0], alike, newer=False)
+    return newest
 
 
 def _look(
