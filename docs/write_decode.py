@@ -1,12 +1,13 @@
-"""Writes what a decoded token takes into docs/measured.md, from docs/records/decode*.jsonl and pairs*.jsonl alone.
+"""Writes what a decoded token and a prompt take into docs/measured.md, from records in docs/records alone.
 
     python docs/write_decode.py
 
 What stands between `<!-- decode: NAME -->` and `<!-- /decode -->` is made anew: NAME is `presets` for every preset over
-the model's own cache, `pairs` for pairs of a choosing method and a codec over it; `parts`, `parts by codec` and `parts
-above` are pairs over the slower of their own parts. The first two are what `benchmarks/plans.py --out` wrote, one file
-for each kind of processor, the last three what `benchmarks/pairs.py --out` did. A plan above 1.1 that has no reason
-here is an error.
+the model's own cache, `pairs` for pairs of a choosing method and a codec over it, `prompts` for a prompt of every
+preset; `parts`, `parts by codec` and `parts above` are pairs over the slower of their own parts. The first three are
+what `benchmarks/plans.py --out` wrote (`decode-*.jsonl`, one file for each kind of processor, and `prompt-*.jsonl`, one
+for each length too), the last three what `benchmarks/pairs.py --out` did (`pairs*.jsonl`). A plan above 1.1 that has no
+reason here is an error.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ WHY_OVER_OWN: dict[str, str] = {
     "preset rocketkv": "each token decodes all that is held, and then chooses what it reads of it",
     "ggml": "no kernel reads its blocks, so each token decodes all that is held",
 }
+WHY_OVER_PROMPT: dict[str, str] = {
+    "rkv": "it compares keys until one is alike, and of keys of random weights it compares all pairs",
+}
 WHY_OVER_PARTS: dict[str, str] = {
     "by_age": "what has grown old is encoded anew at each token, so each takes the slow path, by scores",
     "fp8": "no kernel read it where it lies then, so each token took the slow path, where codes move too",
@@ -72,6 +76,7 @@ def written(page: str, records: Mapping[str, Runs]) -> str:
     makers: dict[str, Callable[[], list[str]]] = {
         "presets": lambda: _presets(records["presets"]),
         "pairs": lambda: _pairs(records["pairs"]),
+        "prompts": lambda: _prompts(records["prompts"]),
         "parts": lambda: _parts(records["parts"]),
         "parts by codec": lambda: _by("codec", records["parts"]),
         "parts above": lambda: _parts_above(records["parts"]),
@@ -81,11 +86,16 @@ def written(page: str, records: Mapping[str, Runs]) -> str:
 
 def read(folder: Path = RECORDS) -> dict[str, dict[str, Run]]:
     """Return how each record was measured, and its rows, by the name of its columns, for what `written` writes."""
-    found: dict[str, dict[str, Run]] = {"presets": {}, "pairs": {}, "parts": {}}
+    found: dict[str, dict[str, Run]] = {"presets": {}, "pairs": {}, "prompts": {}, "parts": {}}
     for path in sorted(folder.glob("decode-*.jsonl")):
         how, rows = _lines(path)
         kernels = how["cpu"].rpartition("kernels ")[2]
         found[how["plans"]][f"`{kernels}`"] = how, [{**row, **_halves(row["plan"])} for row in rows]
+    for path in folder.glob("prompt-*.jsonl"):
+        how, rows = _lines(path)
+        kernels, tokens = how["cpu"].rpartition("kernels ")[2], rows[0]["prompt"]
+        found["prompts"][f"`{kernels}`: {tokens:,}"] = how, rows
+    found["prompts"] = dict(sorted(found["prompts"].items(), key=lambda each: each[1][1][0]["prompt"]))
     for name, path in PARTS.items():
         how, rows = _lines(path)
         found["parts"][name] = how, [{"plan": f"{row['method']} + {row['codec']}", **row} for row in rows]
@@ -155,14 +165,48 @@ def _how(runs: Runs) -> list[str]:
                 f"after {tokens:,} tokens {len(plans)} {how['plans']}, {sum(each > OVER_OWN for each in plans)} above "
                 f"{OVER_OWN:g}, median {statistics.median(plans):.2f} of {own:.0f} ms"
             )
-        machine = (
-            f"{name}: {how['cpu'].partition(',')[0]}, torch {how['torch']}, a model of the shape `{how['shape']}` with "
-            f"{how['layers']} layers in {how['dtype']}, threads: {how['threads']}, {how['clock']} time, medians of "
-            f"{how['rounds']} in turns with `StaticCache`"
-        )
+        machine = _machine(name, how, "StaticCache")
         every = f" (`--every {how['every']}`)" if how["every"] > 1 else ""
         lines += _folded(f"{machine}{every}: {'; '.join(counts)}.", bullet=True)
     return lines
+
+
+def _machine(name: str, how: Mapping[str, Any], own: str) -> str:
+    cached = f" and caches in {how['cache_dtype']}" if how["cache_dtype"] else ""
+    return (
+        f"{name}: {how['cpu'].partition(',')[0]}, torch {how['torch']}, a model of the shape `{how['shape']}` with "
+        f"{how['layers']} layers in {how['dtype']}{cached}, threads: {how['threads']}, {how['clock']} time, medians of "
+        f"{how['rounds']} in turns with `{own}`"
+    )
+
+
+def _prompts(runs: Runs) -> list[str]:
+    rows_of = {name: {row["plan"]: row for row in run[1]} for name, run in runs.items()}
+    lines = []
+    for name, run in runs.items():
+        timed = _timed(run)
+        ratios, own = [row["ratio"] for row in timed], statistics.median(row["own_ms"] for row in timed)
+        told = f"{len(timed)} presets, {sum(each > OVER_OWN for each in ratios)} above {OVER_OWN:g}, median "
+        told += f"{statistics.median(ratios):.2f} of {own / 1e3:.1f} s"
+        lines += _folded(f"{_machine(f'{name} tokens', run[0], 'DynamicCache')}: {told}.", bullet=True)
+    table = [f"| preset | {' | '.join(runs)} |", "|---" * (1 + len(runs)) + "|"]
+    for plan in sorted({row["plan"] for run in runs.values() for row in _timed(run)}):
+        table.append(f"| `{plan}` | {' | '.join(_cell(rows.get(plan)) for rows in rows_of.values())} |")
+    above = [
+        "| above 1.1 | tokens | s, of `DynamicCache` | ratio of the medians, of the quartiles | why |",
+        "|---" * 5 + "|",
+    ]
+    for _, run in runs.items():
+        for row in sorted(_timed(run), key=lambda row: -row["ratio"]):
+            if row["ratio"] <= OVER_OWN:
+                break
+            low, high = row["spread"]
+            above.append(
+                f"| {row['plan']} | {row['prompt']:,} | {row['ms'] / 1e3:.2f}, {row['own_ms'] / 1e3:.2f} "
+                f"| {row['ratio']:.2f} [{low:.2f} to {high:.2f}] | {why(row, WHY_OVER_PROMPT)} |"
+            )
+    found = above if len(above) > 2 else [f"None is above {OVER_OWN:g}."]
+    return [*lines, "", *table, "", *_left_out(runs), "", *found]
 
 
 def _cell(row: Mapping[str, Any] | None) -> str:
@@ -177,7 +221,8 @@ def _left_out(runs: Runs) -> list[str]:
     """Return which plans have no times, by what their refusals say."""
     refused = {row["plan"]: row["left_out"] for _, rows in runs.values() for row in rows if "left_out" in row}
     uncalibrated = {plan: text for plan, text in refused.items() if "no file is named" in text}
-    faults = Counter(_fault(text) for plan, text in refused.items() if plan not in uncalibrated)
+    twice = [plan for plan, text in refused.items() if "reads its context twice" in text]
+    faults = Counter(_fault(text) for plan, text in refused.items() if plan not in (*uncalibrated, *twice))
     said = []
     if uncalibrated:
         wanting = Counter(text.partition(":")[0] for text in uncalibrated.values())
@@ -185,6 +230,8 @@ def _left_out(runs: Runs) -> list[str]:
         said.append(
             f"{len(uncalibrated)} want a file made for a model's weights, and these are random ({_named(whose)})"
         )
+    if twice:
+        said.append(f"{len(twice)} read a context twice ({_named(dict.fromkeys(twice, 1))})")
     if faults:
         said.append(f"{sum(faults.values())} are refused as plans, by what these say ({_named(faults)})")
     return _folded(f"Left out: {'; '.join(said) or 'none'}.")

@@ -1,4 +1,4 @@
-"""What docs/measured.md says of a decoded token, of presets and of pairs, is what the records in docs/records say."""
+"""What docs/measured.md says of a decoded token and of a prompt is what the records in docs/records say."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _ratio(row: dict[str, Any]) -> float:
 def test_the_page_is_what_the_records_say():
     text = SCRIPT["PAGE"].read_text(encoding="utf-8")
     blocks = re.findall(r"<!-- decode: ([\w ]+) -->", text)
-    assert blocks == ["presets", "pairs", "parts", "parts by codec", "parts above"]
+    assert blocks == ["presets", "pairs", "parts", "parts by codec", "parts above", "prompts"]
     assert SCRIPT["written"](text, RECORDS) == text
 
 
@@ -65,6 +65,7 @@ def test_a_ratio_is_that_of_its_times(kind, name):
 def test_every_reason_is_of_a_plan_that_is_above():
     for kinds, reasons, bar in (
         (("presets", "pairs"), SCRIPT["WHY_OVER_OWN"], SCRIPT["OVER_OWN"]),
+        (("prompts",), SCRIPT["WHY_OVER_PROMPT"], SCRIPT["OVER_OWN"]),
         (("parts",), SCRIPT["WHY_OVER_PARTS"], SCRIPT["OVER_PARTS"]),
     ):
         above = {
@@ -88,3 +89,8 @@ def test_the_table_of_presets_has_every_preset_and_says_which_was_not_run(name):
     records["presets"][name] = how, [row for row in rows if (row["plan"], row["context"]) != ("kivi4", 384)]
     block = "<!-- decode: presets -->\n<!-- /decode -->"
     assert f"Not run yet, {name}: `kivi4`." in SCRIPT["written"](block, records)
+
+
+@pytest.mark.parametrize("name", RECORDS["prompts"])
+def test_the_table_of_prompts_has_every_preset(name):
+    assert {row["plan"] for row in RECORDS["prompts"][name][1]} == set(registry.presets())
