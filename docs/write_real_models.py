@@ -234,7 +234,8 @@ def _at_most(model: str, plan: str, row: Row | None) -> str:
         return "-"
     there = read_texts().get(model, {})
     losses = [row.loss, *(there.get(text, {}).get(plan) for text in TEXTS)]
-    told = ", ".join("-" if each is None or each.high is None else f"{each.high:.3f}" for each in losses)
+    # No minus before a nought.
+    told = ", ".join("-" if each is None or each.high is None else f"{round(each.high, 3) + 0.0:.3f}" for each in losses)
     return told if row.accuracy is None else f"{told}; {row.hits} of {row.accuracy.count}"
 
 
