@@ -234,8 +234,9 @@ def _at_most(model: str, plan: str, row: Row | None) -> str:
         return "-"
     there = read_texts().get(model, {})
     losses = [row.loss, *(there.get(text, {}).get(plan) for text in TEXTS)]
+    highs = [None if each is None else each.high for each in losses]
     # No minus before a nought.
-    told = ", ".join("-" if each is None or each.high is None else f"{round(each.high, 3) + 0.0:.3f}" for each in losses)
+    told = ", ".join("-" if high is None else f"{round(high, 3) + 0.0:.3f}" for high in highs)
     return told if row.accuracy is None else f"{told}; {row.hits} of {row.accuracy.count}"
 
 
