@@ -132,7 +132,15 @@ def of_plan(plan: Plan) -> tuple[str, ...]:
         every = _on(model, models, rankings)
         text = next((text for text in every if _methods_of(text) == wanted), None)
         if text is not None:
-            found.append(f"{model}: {'; '.join(_told_at(each) for each in every[text])}.")
+            told = [_told_at(each) for each in every[text]]
+            for file, called in TEXTS.items():
+                losses = read_texts().get(model, {}).get(file, {})
+                for each in losses:
+                    if _methods_of(each) == wanted:
+                        # Of several budgets above, the one that this is of.
+                        budget = each.partition(" @ ")[2]
+                        told.append(f"{called}{budget and f' at {budget}'} {_told(losses[each])}")
+            found.append(f"{model}: {'; '.join(told)}.")
     return tuple(found)
 
 
