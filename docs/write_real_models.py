@@ -255,7 +255,7 @@ def _texts(models: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
     yield "|---|---|" + "---|" * len(heads)
     plans = dict.fromkeys(plan for texts in there.values() for losses in texts.values() for plan in losses)
     rows = {plan: [models[name].get(plan) for name in there] for plan in plans}
-    for plan in sorted(plans, key=lambda plan: -min(row.ratio or 9 for row in rows[plan] if row is not None)):
+    for plan in sorted(plans, key=lambda plan: -min((row.ratio or 9 for row in rows[plan] if row), default=9)):
         cells = []
         for name, row in zip(there, rows[plan], strict=True):
             losses = [None if row is None else row.loss, *(there[name][text].get(plan) for text in TEXTS)]

@@ -132,3 +132,11 @@ def test_a_prompt_takes_it_and_what_it_cannot_do_is_torchs(monkeypatch: pytest.M
     monkeypatch.setattr(dispatch, "prompt_mass", None)
     with_mass(query, keys, keys, 0.2, torch.ones(1, 70), None, Softmax(softcap=5.0))
     with_mass(query, keys, keys, 0.2, torch.ones(1, 70), lambda row, first, end: torch.ones(1, end - first, 70) > 0)
+
+
+@every_suited
+def test_nothing_to_read_is_not_for_the_kernel(library):
+    query, keys = torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 0, 8)
+    assert unsuited_prompt(query, keys, keys, library) == "there is nothing to read"
+    assert unsuited_prompt(query[:, :, :0], keys.new_zeros(1, 1, 4, 8), keys.new_zeros(1, 1, 4, 8), library) is not None
+    assert unsuited_prompt(query, *(torch.zeros(1, 1, 4, 8) for _ in range(2)), library) is None

@@ -132,9 +132,9 @@ def check_model(
 class _FirstWindows(Perplexity):
     """`perplexity`, whose sanity checks take a small part of the time.
 
-    The null plan is held against the model's own cache on one window, in a finer dtype too: what is wrong there is so
-    in every window. A plan at its whole budget is tried in the model's own dtype: a loss that an error of ours caused
-    would still be what its user gets.
+    The null plan is held against the model's own cache on one window. A plan at its whole budget is tried in the
+    model's own dtype, where an error of ours that half precision hides would count as the plan's loss; so it would for
+    whoever uses the plan.
     """
 
     own_windows: ClassVar[int | None] = 1
@@ -142,9 +142,9 @@ class _FirstWindows(Perplexity):
 
 
 class _FurtherWindows(Perplexity):
-    """`perplexity` of plans that the first windows have checked."""
+    """`perplexity` of plans that the first windows have checked; the null plan is held on one window again."""
 
-    own_windows: ClassVar[int | None] = 0
+    own_windows: ClassVar[int | None] = 1
     probes: ClassVar[bool] = False
 
 

@@ -149,11 +149,15 @@ class ModelCheck:
         found += ["", "Take, by bytes:"]
         for words, share in SHARES.items():
             found += filled(f"  {words + ':':<12} {self._advice(words, share)}", hang=15)
-        if self.text == PAGE:
-            # As SmolLM2-135M did on Python: docs/measured.md.
-            found += filled("These windows are prose; code, say, can lose several times as much: --text FILE.")
+        found += filled(self._of_prose)
         found += ["", f"Next: {self.next}"]
         return found
+
+    @property
+    def _of_prose(self) -> str:
+        """That another text can lose more, as Python does on SmolLM2-135M (docs/measured.md); empty for a user's own."""
+        told = "These windows are prose; code, say, can lose several times as much: --text FILE."
+        return told if self.text == PAGE else ""
 
     @property
     def _asked(self) -> str:
@@ -187,7 +191,7 @@ class ModelCheck:
         ]
         lead = "; ".join(f"{words}: {self._advice(words, share)}" for words, share in SHARES.items())
         table = html_table(rows, ["plan", "bytes", "here", "loss", "cause"])
-        return html_block(f"kvtailor.check_model: {self.model}", table, lead=lead, notes=self.facts)
+        return html_block(f"kvtailor.check_model: {self.model}", table, lead=lead, notes=[*self.facts, *filter(None, [self._of_prose])])
 
 
 def _row(each: Verdict) -> list[str]:

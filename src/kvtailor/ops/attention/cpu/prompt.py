@@ -30,6 +30,8 @@ def unsuited_prompt(query: Tensor, keys: Tensor, values: Tensor, using: Library)
     """
     if using.variant not in MASS_VARIANTS:
         return f"it is built for {', '.join(MASS_VARIANTS)} alone, and this machine runs {using.variant}"
+    if 0 in (*query.shape, *keys.shape, *values.shape):
+        return "there is nothing to read"
     dtypes = {query.dtype, keys.dtype, values.dtype}
     if len(dtypes) > 1 or not dtypes <= DTYPES.keys():
         return f"it reads float32, bfloat16 and float16, of one dtype, found {' and '.join(sorted(map(str, dtypes)))}"
