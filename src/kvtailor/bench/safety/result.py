@@ -155,7 +155,7 @@ class ModelCheck:
 
     @property
     def _of_prose(self) -> str:
-        """That another text can lose more, as Python does on SmolLM2-135M (docs/measured.md); empty for a user's own."""
+        """That other texts can lose more, as Python on SmolLM2 (docs/measured.md); empty for one of the caller."""
         told = "These windows are prose; code, say, can lose several times as much: --text FILE."
         return told if self.text == PAGE else ""
 
@@ -191,7 +191,8 @@ class ModelCheck:
         ]
         lead = "; ".join(f"{words}: {self._advice(words, share)}" for words, share in SHARES.items())
         table = html_table(rows, ["plan", "bytes", "here", "loss", "cause"])
-        return html_block(f"kvtailor.check_model: {self.model}", table, lead=lead, notes=[*self.facts, *filter(None, [self._of_prose])])
+        notes = [note for note in (*self.facts, self._of_prose) if note]
+        return html_block(f"kvtailor.check_model: {self.model}", table, lead=lead, notes=notes)
 
 
 def _row(each: Verdict) -> list[str]:
