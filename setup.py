@@ -29,11 +29,11 @@ ALWAYS += ["-fno-asynchronous-unwind-tables", "-fno-unwind-tables"]
 # -Wpsabi: vectors are passed between inlined functions alone. -Wmaybe-uninitialized: GCC 12's own headers.
 QUIET = ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512", *AVX2]
-VNNI = [*AVX512, "-mavx512vnni"]
+# Without VNNI, AVX-512 was nowhere faster than AVX2 but for `mxfp8`: docs/kernels.md.
+VNNI = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512", *AVX2]
 # Of 64-bit Arm since 2017: what the first processors lack are the products of bytes.
 DOTPROD = ["-march=armv8.2-a+dotprod"]
-INTEL = {"portable": ["-O2"], "avx2": AVX2, "avx512": AVX512, "avx512vnni": VNNI}
+INTEL = {"portable": ["-O2"], "avx2": AVX2, "avx512vnni": VNNI}
 ARM = {"portable": [], "dotprod": DOTPROD}
 # Where others run on all but processors of before 2013, the portable form is small.
 BY_MACHINE = {"x86_64": INTEL, "amd64": INTEL, "aarch64": ARM, "arm64": ARM}

@@ -18,9 +18,9 @@ Models are untrained, with the widths of Llama 3.1 8B's attention (32 query head
 beside it, of SmolLM2-135M (9 on 3 of 64) and of Qwen2.5-0.5B (14 on 2 of 64); a vocabulary of 512 leaves the output
 head out. Where the model computes in float32, `--cache-dtype` is that of our caches, and transformers' hold float32.
 
-Rows go into FILE as they come, JSON lines; the first says how they were measured. A run that was cut off, by
-`--seconds` too, goes on where FILE ends. What a plan refuses stands there with its reason. `docs/write_decode.py` makes
-the tables of docs/measured.md from such files in docs/records.
+Rows go into FILE as they come, JSON lines; the first says how they were measured, and at which commit. A run that was
+cut off, by `--seconds` too, goes on where FILE ends. What a plan refuses stands there with its reason.
+`docs/write_decode.py` makes the tables of docs/measured.md from such files in docs/records.
 """
 
 from __future__ import annotations
@@ -239,10 +239,11 @@ def place(row: dict[str, Any]) -> tuple[str, str, int]:
 def setting(asked: argparse.Namespace) -> dict[str, Any]:
     """Return how plans are measured, and on what."""
     names = ("plans", "every", "shape", "dtype", "cache_dtype", "layers", "threads", "clock", "rounds")
-    kernels = library()
+    kernels, machine = library(), describe(bandwidth=False)
     return {name: getattr(asked, name) for name in names} | {
-        "cpu": f"{describe(bandwidth=False)['processor']}, kernels {kernels.variant if kernels else 'none'}",
+        "cpu": f"{machine['processor']}, kernels {kernels.variant if kernels else 'none'}",
         "torch": torch.__version__,
+        "commit": machine["commit"],
     }
 
 

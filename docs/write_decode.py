@@ -192,21 +192,7 @@ def _prompts(runs: Runs) -> list[str]:
     table = [f"| preset | {' | '.join(runs)} |", "|---" * (1 + len(runs)) + "|"]
     for plan in sorted({row["plan"] for run in runs.values() for row in _timed(run)}):
         table.append(f"| `{plan}` | {' | '.join(_cell(rows.get(plan)) for rows in rows_of.values())} |")
-    above = [
-        "| above 1.1 | tokens | s, of `DynamicCache` | ratio of the medians, of the quartiles | why |",
-        "|---" * 5 + "|",
-    ]
-    for _, run in runs.items():
-        for row in sorted(_timed(run), key=lambda row: -row["ratio"]):
-            if row["ratio"] <= OVER_OWN:
-                break
-            low, high = row["spread"]
-            above.append(
-                f"| {row['plan']} | {row['prompt']:,} | {row['ms'] / 1e3:.2f}, {row['own_ms'] / 1e3:.2f} "
-                f"| {row['ratio']:.2f} [{low:.2f} to {high:.2f}] | {why(row, WHY_OVER_PROMPT)} |"
-            )
-    found = above if len(above) > 2 else [f"None is above {OVER_OWN:g}."]
-    return [*lines, "", *table, "", *_left_out(runs), "", *found]
+    return [*lines, "", *table, "", *_left_out(runs), "", *_above(runs, "prompt", "DynamicCache", WHY_OVER_PROMPT)]
 
 
 def _cell(row: Mapping[str, Any] | None) -> str:
@@ -273,20 +259,27 @@ def _by(side: str, runs: Runs, least: float = 0.0) -> list[str]:
     return lines
 
 
-def _above(runs: Runs) -> list[str]:
-    """Return a table of the plans that take more than the model's own cache, with the reason of each."""
+def _above(
+    runs: Runs, tokens: str = "context", own: str = "StaticCache", reasons: Mapping[str, str] = WHY_OVER_OWN
+) -> list[str]:
+    """Return a table of the plans that take more than the model's own cache, with the reason of each.
+
+    Args:
+        tokens: the field of a row that says after, or for, how many tokens it was.
+        own: the model's own cache.
+    """
     lines = [
-        f"| above {OVER_OWN:g} | | tokens | ms, of `StaticCache` | ratio of the medians, of the quartiles | why |",
+        f"| above {OVER_OWN:g} | | tokens | ms, of `{own}` | ratio of the medians, of the quartiles | why |",
         "|---|---|---|---|---|---|",
     ]
     for name, run in runs.items():
-        for row in sorted(_timed(run), key=lambda row: (-row["context"], -row["ratio"])):
+        for row in sorted(_timed(run), key=lambda row: (-row[tokens], -row["ratio"])):
             if row["ratio"] <= OVER_OWN:
                 continue
             low, high = row["spread"]
             lines.append(
-                f"| {row['plan']} | {name} | {row['context']:,} | {row['ms']:.1f}, {row['own_ms']:.1f} "
-                f"| {row['ratio']:.2f} [{low:.2f} to {high:.2f}] | {why(row, WHY_OVER_OWN)} |"
+                f"| {row['plan']} | {name} | {row[tokens]:,} | {row['ms']:,.1f}, {row['own_ms']:,.1f} "
+                f"| {row['ratio']:.2f} [{low:.2f} to {high:.2f}] | {why(row, reasons)} |"
             )
     return lines if len(lines) > 2 else [f"None is above {OVER_OWN:g}."]
 

@@ -39,7 +39,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "TypeError": {**_INSIDE, "plan/arguments.py": "a value that is not of an annotation, caught by who asked"},
     "RuntimeError": dict.fromkeys(
-        ("ops/attention/cpu", "ops/codes/quantise_cpu.py", "ops/lanes/alike_cpu.py"),
+        ("ops/attention/cpu", "ops/cpu/library.py"),
         "kernels that were refused by torch's pool, which is a fault of ours",
     ),
     "NotImplementedError": {"score/contract.py": "a contract", "hf/layers/of_cache.py": "a contract"},

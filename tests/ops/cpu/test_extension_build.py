@@ -70,7 +70,6 @@ def test_no_byte_is_read_that_is_not_ours(variant: str, tmp_path: Path) -> None:
         pytest.skip(f"{variant} was not built")
     flags = {
         "avx512vnni": ["-march=cascadelake"],
-        "avx512": ["-march=skylake-avx512"],
         "avx2": ["-mavx2", "-mfma", "-mf16c"],
         "dotprod": ["-march=armv8.2-a+dotprod"],
         "portable": [],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -17,8 +15,8 @@ __all__ = ["channel_codes", "level_codes", "symmetric_codes", "token_codes", "un
 
 # Below so many states a barrier costs more than a second thread brings.
 _SMALL = 1 << 17
-# What tells how much scratch an operation takes.
-_SCRATCH = {"code": "kvtailor_coding_scratch", "fit": "kvtailor_fitting_scratch"}
+# What tells how much scratch a kernel takes.
+_SCRATCH = {"code": "coding_scratch", "fit": "fitting_scratch"}
 
 
 def unsuited_states(states: Tensor) -> str | None:
@@ -120,19 +118,12 @@ def _codes(
 
 
 def _run(call: Coding | Fitting, states: Tensor, operation: str, using: Library | None) -> None:
-    """Tell a call of the states (m, s, c), give it threads and scratch, and run it: "code" or "fit"."""
+    """Tell a call of the states (m, s, c), and run it: "code" or "fit"."""
     used = using or library()
     assert used is not None, "asked for a kernel that was not built"
     read = states if states.stride(-1) == 1 else states.contiguous()
     call.states, call.kind = read.data_ptr(), DTYPES[read.dtype]
     call.lanes, call.slots, call.size = read.shape
     call.lane_bytes, call.slot_bytes = (stride * read.element_size() for stride in read.stride()[:2])
-    call.threads = 1
-    if used.parallel_for is not None and states.numel() > _SMALL:
-        call.threads = torch.get_num_threads()
-        call.parallel_for = used.parallel_for
-    at = ctypes.byref(call)
-    scratch = torch.empty(getattr(used.functions, _SCRATCH[operation])(at), dtype=torch.float32)
-    call.scratch = scratch.data_ptr()
-    if getattr(used.functions, f"kvtailor_{operation}")(at):
-        raise RuntimeError("torch_parallel_for refused to run kvtailor's quantiser")
+    threads = torch.get_num_threads() if states.numel() > _SMALL else 1
+    used.run(operation, call, scratch=_SCRATCH[operation], threads=threads)

@@ -3,7 +3,7 @@
 // A piece of work is a band of vectors that look. A panel of others is multiplied with a few of the band at a time, the
 // last panel first, and those that have their answer look no further.
 //
-// Measured on AVX2 without AVX-512, and built for that alone.
+// Built for AVX2 and AVX-512, on which it was measured.
 #include "tall_products.h"
 #include "threads.h"
 
@@ -19,7 +19,7 @@ struct Alike {
   double above;
 };
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
 namespace {
 
 constexpr int64_t BAND = 8 * TALL;
@@ -41,6 +41,15 @@ struct Band {
       memcpy(mine + r * size, call.vectors + call.rows[first + r] * size, (size_t)size * 4);
   }
 
+  // A bit for each number that is above the bound.
+  uint32_t above(F products) const {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)products, _mm512_set1_ps((float)call.above), _CMP_GT_OQ);
+#else
+    return (uint32_t)_mm256_movemask_ps((__m256)(products > (float)call.above));
+#endif
+  }
+
   bool counts(int64_t column, int64_t row) const { return call.newer ? column > row : column < row; }
 
   // Looks at the panel from so many columns on; whether all rows of the few at r have their answer.
@@ -60,9 +69,7 @@ struct Band {
     for (int64_t i = 0; i < few; i++) {
       if (newest[i]) continue;
       const float* its = products + i * WIDE;
-      const F above = all((float)call.above);
-      const uint32_t low = (uint32_t)_mm256_movemask_ps((__m256)(load<F>(its) > above));
-      uint32_t hits = low | (uint32_t)_mm256_movemask_ps((__m256)(load<F>(its + W) > above)) << W;
+      uint32_t hits = above(load<F>(its)) | above(load<F>(its + W)) << W;
       for (; hits && !newest[i]; hits &= ~(1u << (31 - __builtin_clz(hits)))) {
         const int64_t at = from + 31 - __builtin_clz(hits);
         if (at <= last && counts(columns[at], rows[i])) newest[i] = columns[at] + 1;
@@ -81,12 +88,10 @@ struct Band {
   }
 };
 
-// Columns side by side in runs of WIDE, channel after channel, with zeros behind them.
+// Columns side by side, with zeros behind them.
 SMALL_CODE void pack(const Alike& call, float* to) {
   for (int64_t i = 0; i < up_to(call.column_count, WIDE); i++)
-    for (int64_t c = 0; c < call.size; c++)
-      to[(i / WIDE * call.size + c) * WIDE + i % WIDE] =
-          i < call.column_count ? call.vectors[call.columns[i] * call.size + c] : 0.f;
+    put_beside(i < call.column_count ? call.vectors + call.columns[i] * call.size : nullptr, call.size, i, to);
 }
 
 }  // namespace
@@ -96,7 +101,7 @@ extern "C" {
 
 // Floats; 0 where this variant has no such kernel.
 int64_t kvtailor_alike_scratch([[maybe_unused]] const Alike* call) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
   return (up_to(call->column_count, WIDE) + call->threads * BAND) * call->size;
 #else
   return 0;
@@ -104,7 +109,7 @@ int64_t kvtailor_alike_scratch([[maybe_unused]] const Alike* call) {
 }
 
 int32_t kvtailor_alike([[maybe_unused]] const Alike* call) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
   pack(*call, call->scratch);
   float* own = call->scratch + up_to(call->column_count, WIDE) * call->size;
   const int64_t bands = (call->row_count + BAND - 1) / BAND;

@@ -15,7 +15,7 @@
 #include "threads.h"
 #include "turned.h"
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
 #include "blocks.h"
 #elif defined(SHORT_PRODUCTS)
 #include "short_blocks.h"
@@ -80,7 +80,7 @@ bool levels_coarse(const Side& side) {
 
 // Whether blocks of levels are read as blocks.h or short_blocks.h does it.
 [[maybe_unused]] bool blocks_coarse([[maybe_unused]] const Side& side) {
-#if defined(__AVX512VNNI__) || defined(SHORT_PRODUCTS)
+#if defined(__AVX2__)
   return in_blocks(side);
 #else
   return false;
@@ -89,7 +89,7 @@ bool levels_coarse(const Side& side) {
 
 // Whether keys' logits are taken in integers: where the cache has 16 bits, so that 16 bits of a query are enough.
 bool keys_coarse(const Side& side) {
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
   if (has_levels(side)) return blocks_coarse(side) || (levels_coarse(side) && side.size <= MOST_SHORT / 2);
   return keys_fused(side) && side.scales != FLOAT32 && side.size <= MOST_SHORT;
 #elif defined(INTEGER_PRODUCTS)
@@ -404,7 +404,7 @@ struct Piece {
   // Tokens of the tile in the channels of a head, of whose lane it is the first or not.
   void map_keys(const float* matrix, bool first, int64_t count) const {
     const int64_t stored = tables.keys.size, wide = tables.wide_turned;
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
     if (tables.coarse_map) {
       int32_t* shorts = (int32_t*)(turned + TILE * wide);
       if (first) shorten_tile(tile, tables.wide_keys, stored, count, TILE, shorts);
@@ -416,13 +416,13 @@ struct Piece {
 
   // Cosines and sines of a block's tokens.
   void fill_angles_of(int64_t first, int64_t count) const {
-#if defined(SHORT_PRODUCTS)
+#if defined(__AVX2__)
     if (tables.short_fitted_keys) return fill_short_angles(*call.turn, tables.prepared, lane, call.slots, first, count, (int16_t*)angles);
 #endif
     fill_angles(*call.turn, tables.prepared, lane, call.slots, first, count, angles);
   }
 
-#if defined(SHORT_PRODUCTS)
+#if defined(__AVX2__)
   // Queries as whole numbers are where those times scales are, of which there are none.
   APART void logits_of_short_fitted(int64_t first, int64_t count) const {
     const Side& keys = tables.keys;
@@ -703,7 +703,7 @@ struct Piece {
 
   APART void logits_by_level(int64_t first, int64_t count) const {
     const Side& keys = tables.keys;
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
     if (tables.coarse_keys && keys.kind == BLOCK_LEVELS) {
       float* outer = key_scales + groups_of(keys) * BLOCK;
       steps_of_blocks(keys, lane * call.slots + first, count, key_scales);
@@ -746,7 +746,7 @@ struct Piece {
 
   APART void sum_levels(int64_t first, int64_t count, float* out) const {
     const Side& values = tables.values;
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
     if (tables.short_values) {
       float* outer = value_scales + groups_of(values) * BLOCK;
       steps_of_blocks(values, lane * call.slots + first, count, value_scales);
@@ -780,11 +780,11 @@ struct Piece {
     widen_table(values, values.step, at, count * groups, step);
     if (values.low) widen_table(values, values.low, at, count * groups, low);
     const char* from = data(values, first);
+    const float zero = (float)((1 << (call.values.bits - 1)) - 1);
 #if defined(BYTE_PRODUCTS)
     if (tables.short_values)
-      return sums_of_short_tokens(logits_at, rows, step, values.low ? low : nullptr, values, from, count, out);
+      return sums_of_short_tokens(logits_at, rows, step, values.low ? low : nullptr, zero, values, from, count, out);
 #endif
-    const float zero = (float)((1 << (call.values.bits - 1)) - 1);
     const bool uniform = groups == 1 || (groups <= MOST_GROUPS && values.group % sizeof(U) == 0);
     const bool coarse = uniform && values.scales != FLOAT32;
     const Scales found{step, values.low ? low : nullptr, tables.scale_lanes, nullptr, 1, groups, zero, coarse};
@@ -793,7 +793,7 @@ struct Piece {
     });
   }
 
-#if defined(SHORT_PRODUCTS)
+#if defined(__AVX2__)
   APART void sum_short_fitted(int64_t first, int64_t count, float* out) const {
     const Side& values = tables.values;
     const int64_t size = values.size, half = size / 2, wide = tables.wide_values, place = lane * call.slots;
@@ -831,7 +831,7 @@ struct Piece {
   void block(int64_t first, int64_t count, float* tops, float* totals, float* out) const {
     if (!look(first, count)) return call.kept ? keep(first, count, nullptr) : void();
     const int64_t wide = tables.wide_keys, width = tables.wide_values;
-#if defined(SHORT_PRODUCTS)
+#if defined(__AVX2__)
     if (tables.short_fitted_keys) logits_of_short_fitted(first, count);
     else
 #endif
@@ -852,7 +852,7 @@ struct Piece {
     if (tables.signed_values) add_sums_of_signs(first, count, out + rows * width);
     if (call.value_magnitudes) magnify_weights(first, count, out);
     if (tables.fused_values) return sum_codes(first, count, out);
-#if defined(SHORT_PRODUCTS)
+#if defined(__AVX2__)
     if (tables.short_fitted_values) return sum_short_fitted(first, count, out);
 #endif
     over(tables.values, width, first, count, [&](auto type, const char* values, int64_t stride, int64_t at, int64_t n) {
@@ -1140,12 +1140,9 @@ int32_t kvtailor_runs() {
 #endif
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_cpu_init();
-#if defined(__AVX512VNNI__)
-  if (!__builtin_cpu_supports("avx512vnni")) return 0;
-#endif
 #if defined(__AVX512F__)
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") ||
+      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512vnni"))
     return 0;
 #endif
 #if defined(__AVX2__)

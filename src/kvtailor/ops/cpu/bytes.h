@@ -188,11 +188,10 @@ inline void sums_of_turned(const Lanes* turned, int64_t count, const CutWeights*
 }
 
 template <int BITS, int R>
-void sums_of_rows(const float* weights, const float* step, const float* low, const Side& side, const char* codes,
-                  int64_t count, float* out) {
+void sums_of_rows(const float* weights, const float* step, const float* low, float zero, const Side& side,
+                  const char* codes, int64_t count, float* out) {
   constexpr int KINDS = 8 / BITS, SOME = R < SUMS ? R : SUMS, K = KINDS < SUMS / SOME ? KINDS : SUMS / SOME;
   const int64_t groups = side.size / side.group, bytes = side.size / KINDS;
-  const float zero = (float)((1 << (BITS - 1)) - 1);
   CutWeights all_of[R * MOST_GROUPS];
   for (int64_t i = 0; i < groups; i++) {
     float steps[BLOCK + W], lows[BLOCK + W];
@@ -229,14 +228,15 @@ void sums_of_rows(const float* weights, const float* step, const float* low, con
 // Tokens whose values are summed so: with VNNI codes of 2 bits, or of 4 in less than 64 bytes.
 inline bool in_short_tokens(const Side& side) { return W == 4 || side.bits == 2 || (side.bits == 4 && folds(side) > 1); }
 
-// Adds weighted values; `weights` as `to` above; step and low are (tokens, groups), low null as in `Side`.
-inline void sums_of_short_tokens(const float* weights, int64_t rows, const float* step, const float* low,
+// Adds weighted values; `weights` as `to` above; step and low are (tokens, groups), low null: codes are symmetric around
+// `zero`.
+inline void sums_of_short_tokens(const float* weights, int64_t rows, const float* step, const float* low, float zero,
                                  const Side& side, const char* codes, int64_t count, float* out) {
   in_rows(rows, [&](auto some, int64_t r) {
     constexpr int R = decltype(some)::ROWS;
     const float* mine = weights + r * BLOCK;
-    if (side.bits == 2) sums_of_rows<2, R>(mine, step, low, side, codes, count, out + r * side.size);
-    else if (W > 4 || side.bits == 4) sums_of_rows<4, R>(mine, step, low, side, codes, count, out + r * side.size);
-    else if constexpr (W == 4) sums_of_rows<8, R>(mine, step, low, side, codes, count, out + r * side.size);
+    if (side.bits == 2) sums_of_rows<2, R>(mine, step, low, zero, side, codes, count, out + r * side.size);
+    else if (W > 4 || side.bits == 4) sums_of_rows<4, R>(mine, step, low, zero, side, codes, count, out + r * side.size);
+    else if constexpr (W == 4) sums_of_rows<8, R>(mine, step, low, zero, side, codes, count, out + r * side.size);
   });
 }

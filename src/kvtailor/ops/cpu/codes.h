@@ -3,7 +3,7 @@
 
 #include "words.h"
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
 #include "integers.h"
 #elif defined(BYTE_PRODUCTS)
 #include "dot_products.h"
@@ -44,7 +44,7 @@ inline void products_of(Rows rows, const char* codes, int64_t stride, int64_t co
 template <class C, int R>
 void level_products(Rows rows, const char* codes, int64_t stride, int64_t count, const Scales& scales, float* to,
                     int64_t apart) {
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
   if constexpr (C::BYTES == sizeof(U) && !C::OF_BLOCKS)
     if (scales.coarse) return short_level_products<C, R>(rows, codes, stride, count, scales, to, apart);
 #elif defined(INTEGER_PRODUCTS)
@@ -165,7 +165,7 @@ void sums_rows(const float* weights, int64_t apart, const char* codes, int64_t s
   if constexpr (C::BYTES == sizeof(U) && (C::BITS_OF > 2 || W == 8) && !C::LEVELS)
     if (scales.coarse) return short_sums<C, R>(weights, apart, codes, stride, count, scales, out, size);
 #endif
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
   if constexpr (C::BYTES == sizeof(U) && C::LEVELS && !C::OF_BLOCKS)
     if (scales.coarse) return short_level_sums<C, R>(weights, apart, codes, stride, count, scales, out, size);
 #elif defined(INTEGER_PRODUCTS)

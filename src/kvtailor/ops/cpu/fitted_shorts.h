@@ -1,4 +1,4 @@
-// Fitted levels in 16 bits, on processors with AVX2 and without VNNI: twice as many numbers to an operation as floats.
+// Fitted levels in 16 bits, on processors with AVX2, or with AVX-512 VNNI: twice as many numbers to an operation as floats.
 //
 // Of keys a tile of tokens becomes whole numbers, which are turned by the tokens' positions, where they were stored before
 // their rotary embedding, and multiplied as such. In each plane, which is two channels that are turned together, they are
@@ -13,11 +13,15 @@
 #include "numbers.h"
 #include "turned.h"
 
+#if defined(__AVX2__)
+#include "short_levels.h"
+#endif
+
 namespace {
 
 // Whether a side's levels become whole numbers: of a cache of 16 bits, whose tokens fill vectors.
 [[maybe_unused]] bool fitted_shortly([[maybe_unused]] const Side& side, [[maybe_unused]] bool by_token) {
-#if defined(SHORT_PRODUCTS)
+#if defined(__AVX2__)
   if (side.kind != FITTED_LEVELS || ((const Fitted*)side.low)->by_token != by_token || side.scales == FLOAT32) return false;
   return !side.row && side.size % 64 == 0 && side.size <= MOST_SHORT && fitted_in_nibbles(side);
 #else
@@ -31,7 +35,7 @@ bool keys_fitted_shortly(const Turn* turn, const Side& keys) {
   return !turn || (!turn->map && turn->joined == 1 && !turn->interleaved && turn->size == keys.size && keys.size == 2 * turn->planes);
 }
 
-#if defined(SHORT_PRODUCTS)
+#if defined(__AVX2__)
 // What a plane's numbers may be: the two of a token add up to so much, and rounding adds 5 at most. Half of what 16 bits
 // hold, so that queries, whose error is the same for all tokens of a block, have a bit more.
 constexpr int64_t MOST_OF_PLANE = 16000;
@@ -44,8 +48,7 @@ struct Interval {
 // Whole numbers in place of a run's levels, so many at most.
 inline void whole_levels_of(const float* levels, Interval interval, int64_t most, int16_t* to) {
   const float up = interval.half > 0 ? (float)most / interval.half : 0.f;
-  const auto level = [&](int64_t i) { return rounded((load<F>(levels + i) - interval.middle) * up); };
-  store_shorts(to, level(0), level(W));
+  for (int64_t i = 0; i < 16; i += W) store_shorts(to + i, rounded((load<F>(levels + i) - interval.middle) * up));
 }
 
 inline Interval interval_of(const float* levels, int64_t many) {
@@ -81,7 +84,7 @@ struct RunTables {
 // step and the middle.
 struct ShortKeys {
   float up[MOST_SHORT], unit[MOST_SHORT];
-  alignas(32) int16_t levels[16], step[MOST_SHORT], middle[MOST_SHORT];
+  alignas(64) int16_t levels[16], step[MOST_SHORT], middle[MOST_SHORT];
 
   // For `count` tokens from `first` on.
   APART PLAIN_LOOPS void begin(const Side& side, int64_t lane, int64_t slots, int64_t first, int64_t count, RunTables& run) {
@@ -153,23 +156,26 @@ struct ShortKeys {
   APART void decode(const uint8_t* codes, int64_t apart, int64_t size, int64_t count, int16_t* to) const {
     const ByteTables table(levels);
     const int64_t planes = size / 2;
-    for (int64_t c = 0; c < planes; c += (int64_t)sizeof(U)) {
-      __m256i steps[4], middles[4];
+    for (int64_t c = 0; c < planes; c += HALF_VECTOR) {
+      S steps[4], middles[4];
       each_below<4>([&](auto i) INLINE {
         const int64_t at = i / 2 * planes + c + i % 2 * 16;
-        steps[i] = load<__m256i>(step + at), middles[i] = load<__m256i>(middle + at);
+        steps[i] = (S)of_tokens(step + at, step + at), middles[i] = (S)of_tokens(middle + at, middle + at);
       });
       const uint8_t* from = codes + c;
       int16_t* out = to + c;
-      for (int64_t t = 0; t < count; t++, from += apart, out += size) {
+      for (int64_t t = 0; t < count; t += TOKENS, from += TOKENS * apart, out += TOKENS * size) {
+        const bool more = TOKENS > 1 && t + 1 < count;
         if (c == 0) soon(from);
+        if (c == 0 && more) soon(from + apart);
         // So that levels come out in the order of their channels.
-        const __m256i bytes = in_turns(load<__m256i>(from));
+        const U bytes = in_turns(of_tokens(from, more ? from + apart : from));
         each_below<2>([&](auto kind) INLINE {
-          __m256i first, last;
+          S first, last;
           table.pick(four_bits(bytes, kind), first, last);
-          store(out + kind * planes, _mm256_add_epi16(_mm256_mulhrs_epi16(first, steps[2 * kind]), middles[2 * kind]));
-          store(out + kind * planes + 16, _mm256_add_epi16(_mm256_mulhrs_epi16(last, steps[2 * kind + 1]), middles[2 * kind + 1]));
+          int16_t *mine = out + kind * planes, *other = more ? mine + size : mine;
+          store_tokens(mine, other, rounded_product(first, steps[2 * kind]) + middles[2 * kind]);
+          store_tokens(mine + 16, other + 16, rounded_product(last, steps[2 * kind + 1]) + middles[2 * kind + 1]);
         });
       }
     }
@@ -200,21 +206,20 @@ INLINE inline F fitted_products_of(const int16_t* asked, int64_t apart, int64_t 
   int64_t at[T];
   I sum_of[W]{};
   each_below<T>([&](auto i) INLINE { at[i] = (first + i < count ? first + i : count - 1) * 2 * planes; });
-  const auto numbers = [&](int64_t place, __m256i& x, __m256i& y) INLINE {
-    const __m256i a = load<__m256i>(tile + place), b = load<__m256i>(tile + planes + place);
+  const auto numbers = [&](int64_t place, S& x, S& y) INLINE {
+    const S a = load<S>(tile + place), b = load<S>(tile + planes + place);
     if (!TURNED) {
       x = a, y = b;
       return;
     }
-    const __m256i cosine = load<__m256i>(angles + place), sine = load<__m256i>(angles + planes + place);
-    x = _mm256_sub_epi16(_mm256_mulhrs_epi16(a, cosine), _mm256_mulhrs_epi16(b, sine));
-    y = _mm256_add_epi16(_mm256_mulhrs_epi16(b, cosine), _mm256_mulhrs_epi16(a, sine));
+    const S cosine = load<S>(angles + place), sine = load<S>(angles + planes + place);
+    x = rounded_product(a, cosine) - rounded_product(b, sine), y = rounded_product(b, cosine) + rounded_product(a, sine);
   };
-  for (int64_t c = 0; c < planes; c += 16) {
+  for (int64_t c = 0; c < planes; c += 2 * W) {
     // Few rows read their queries for each token: registers do not hold more tokens.
     constexpr int ONCE = R == 4 ? T : 1;
     each_below<T / ONCE>([&](auto i) INLINE {
-      __m256i x[ONCE], y[ONCE];
+      S x[ONCE], y[ONCE];
       each_below<ONCE>([&](auto j) INLINE { numbers(at[i * ONCE + j] + c, x[j], y[j]); });
       each_below<R>([&](auto r) INLINE {
         add_pairs_of<ONCE>(sum_of + r * T + i * ONCE, x, asked + r * apart + c);
@@ -242,7 +247,7 @@ APART void fitted_products(const int16_t* asked, int64_t apart, const float* sca
 // `step` and `low` are those of the tokens. What was kept aside is left out.
 APART void fitted_sums(const float* weights, int64_t rows, const char* codes, int64_t stride, int64_t count, const RunTables& run,
                        const float* step, const float* low, float* out, int64_t size, int64_t wide, const char*& next) {
-  alignas(32) int16_t levels[16];
+  alignas(64) int16_t levels[16];
   float halves[SHORT_RUN + W], middles[SHORT_RUN + W];
   whole_levels_of(run.levels, run.interval, MOST_OF_VALUES, levels);
   const ByteTables table(levels);

@@ -50,7 +50,7 @@ __all__ = [
 # What kernels call them, see `Kind` of layouts.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Best first.
-VARIANTS = ("avx512vnni", "avx512", "avx2", "dotprod", "portable")
+VARIANTS = ("avx512vnni", "avx2", "dotprod", "portable")
 _FOLDER = Path(__file__).parent
 # `ABI` of layouts.h. Both are raised with each change of a structure below, or of what a function takes or means.
 ABI = 4
@@ -272,6 +272,27 @@ class Library:
     variant: str
     functions: Any
     parallel_for: int | None
+
+    def run(self, function: str, call: Any, *, scratch: str, threads: int) -> None:
+        """Run a kernel that takes one structure with `scratch`, `threads` and `parallel_for` among its fields.
+
+        Args:
+            function: its name behind `kvtailor_`.
+            call: the structure; all other fields are set.
+            scratch: the name behind `kvtailor_` of what gives the floats that it works in.
+            threads: at most so many, where torch runs any for us.
+
+        Raises:
+            RuntimeError: torch ran no threads.
+        """
+        call.threads = 1
+        if threads > 1 and self.parallel_for is not None:
+            call.threads, call.parallel_for = threads, self.parallel_for
+        at = ctypes.byref(call)
+        room = torch.empty(getattr(self.functions, f"kvtailor_{scratch}")(at), dtype=torch.float32)
+        call.scratch = room.data_ptr()
+        if getattr(self.functions, f"kvtailor_{function}")(at):
+            raise RuntimeError(f"torch_parallel_for refused to run kvtailor_{function}")
 
 
 @cache

@@ -9,7 +9,7 @@
 #include "layouts.h"
 
 // A constant, asked before all that depends on it, so that other processors' code has nothing of it.
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
 constexpr bool NIBBLES = true;
 #else
 constexpr bool NIBBLES = false;
@@ -21,8 +21,8 @@ static inline bool becomes_nibbles(const Side& side) {
   if (side.size < 64 || (side.size & (side.size - 1))) return false;
   if (side.kind == LEVEL_CODES || side.kind == FITTED_LEVELS) return side.bits == 2 || side.bits == 3;
   if (side.kind != TOKEN_CODES && side.kind != CHANNEL_CODES) return false;
-  // Codes of 2 bits are read as they lie where they fill a vector, or where they are floats in any case.
-  return side.bits == 3 || (side.bits == 2 && side.size == 64 && side.scales != FLOAT32);
+  // Codes of 2 bits are read as they lie where they fill a vector, by VNNI, or where they are floats in any case.
+  return side.bits == 3 || (W == 8 && side.bits == 2 && side.size == 64 && side.scales != FLOAT32);
 }
 
 // The side as it is read then; `data` is left.
@@ -46,7 +46,8 @@ static inline Side as_nibbles(Side side) {
       if (j == 0) __builtin_prefetch(from + KEYS_AHEAD, 0, 2);
       U mine = (repeated((const uint8_t*)from + (j & (twos - 1)), twos) >> down) & 0x33333333u;
       if (side.bits == 3) mine |= ((repeated((const uint8_t*)from + twos + (j & (ones - 1)), ones) >> under) & 0x11111111u) << 2;
-      store(to + t * half + j, mine);
+      if (half >= (int64_t)sizeof(U)) store(to + t * half + j, mine);
+      else memcpy(to + t * half, &mine, sizeof(U) / 2);
     }
   }
 #endif

@@ -171,8 +171,8 @@ struct Block {
   }
 };
 
-// The keys and values of one kv head, as blocks read them: slots side by side in runs of WIDE, channel after channel,
-// and channels of values in runs of WIDE, slot after slot. Zeros stand where there is nothing.
+// The keys and values of one kv head, as blocks read them: slots of keys side by side, and channels of values in runs of
+// WIDE, slot after slot. Zeros stand where there is nothing.
 struct Head {
   const Plan& plan;
   const Prompt& call;
@@ -190,8 +190,7 @@ struct Head {
     for (int64_t slot = first; slot < first + WIDE; slot++) {
       const bool there = slot < call.slots;
       if (there) widen(call.kind, key + slot * call.key_slot, call.size, state);
-      float* to = keys + first * call.size + slot - first;
-      for (int64_t c = 0; c < call.size; c++) to[c * WIDE] = there ? state[c] : 0.f;
+      put_beside(there ? state : nullptr, call.size, slot, keys);
       if (there) widen(call.kind, value + slot * call.value_slot, call.value_size, state);
       for (int64_t c = 0; c < plan.channels; c++)
         values[(c / WIDE * plan.slots + slot) * WIDE + c % WIDE] = there && c < call.value_size ? state[c] : 0.f;

@@ -34,12 +34,12 @@ INLINE inline F block_products_of(const int16_t* asked, const ByteTables& table,
       const int64_t channel = kind * bytes + c, group = channel / side.group;
       const int16_t* query = asked + channel;
       each_below<T>([&](auto i) INLINE {
-        __m256i a, b;
-        table.pick(four_bits(in_turns(load<__m256i>(token[i] + c)), kind), a, b);
+        S a, b;
+        table.pick(four_bits(in_turns(load<U>(token[i] + c)), kind), a, b);
         const F one = all(step[i][group]), other = NARROW ? all(step[i][group + 1]) : one;
         each_below<R>([&](auto r) INLINE {
           const int16_t* mine = query + r * MOST_SHORT;
-          const __m256i before = _mm256_madd_epi16(a, load<__m256i>(mine)), behind = _mm256_madd_epi16(b, load<__m256i>(mine + PART));
+          const __m256i before = _mm256_madd_epi16((__m256i)a, load<__m256i>(mine)), behind = _mm256_madd_epi16((__m256i)b, load<__m256i>(mine + PART));
           F& to = sum_of[r * T + i];
           if (NARROW) {
             to += (F)_mm256_cvtepi32_ps(before) * one;
@@ -102,11 +102,12 @@ inline void block_sums_of(const Weights* of, int64_t apart, const ByteTables& ta
   each_below<2 * R>([&](auto i) INLINE { sum_of[i / 2][i % 2] = I{}; });
   // The first of the passes over a vector asks for all of them.
   by_pairs<KIND == 0 && PLACE == 0 ? 64 : 0>(codes, stride, count, next, [&](int64_t t, __m256i a, __m256i b) INLINE {
-    const __m256i one = in_turns(a), other = in_turns(b);
-    __m256i low, high;  // of two tokens side by side
-    table.pick(four_bits(PLACE ? _mm256_unpackhi_epi8(one, other) : _mm256_unpacklo_epi8(one, other), KIND), low, high);
+    const U one = in_turns((U)a), other = in_turns((U)b);
+    S low, high;  // of two tokens side by side
+    table.pick(four_bits(PLACE ? last_bytes(one, other) : first_bytes(one, other), KIND), low, high);
     each_below<R>([&](auto r) INLINE {
-      add_pairs(sum_of[r][0], low, of[r * apart].of_tokens + t), add_pairs(sum_of[r][1], high, of[r * apart].of_tokens + t);
+      const int16_t* weights = of[r * apart].of_tokens + t;
+      add_pairs(sum_of[r][0], (__m256i)low, weights), add_pairs(sum_of[r][1], (__m256i)high, weights);
     });
   });
   // Channels 0 to 3 and 8 to 11 in the first, 4 to 7 and 12 to 15 in the second.

@@ -4,7 +4,7 @@
 // operations make and add 16 products, where floats take two, and as many again for every 8 codes to become numbers.
 #pragma once
 
-#include "shorts.h"
+#include "short_levels.h"
 
 // A query in the order in which codes come out of 16-bit words: of each vector of bytes first those of even bytes, kind
 // after kind, then those of odd ones.
@@ -106,29 +106,6 @@ struct Shares {
   }
 };
 
-// Adds to each lane two products of 16-bit codes with the same numbers, for T tokens. By name: GCC 12 adds products to one
-// another before it adds them to sums, and puts most of them on the stack until then.
-template <int T> INLINE inline void add_pairs_of(I* sum_of, const __m256i* codes, const int16_t* numbers) {
-  const __m256i read = load<__m256i>(numbers);
-  if constexpr (T == 1) {
-    __m256i product;
-    asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0"
-        : "+x"(*sum_of), "=&x"(product)
-        : "m"(*(const int16_t(*)[16])numbers), "x"(*codes));
-  } else if constexpr (T == 2) {
-    __m256i factor, product;
-    asm("vmovdqu %4, %2\n\tvpmaddwd %2, %5, %3\n\tvpaddd %3, %0, %0\n\tvpmaddwd %2, %6, %2\n\tvpaddd %2, %1, %1"
-        : "+x"(sum_of[0]), "+x"(sum_of[1]), "=&x"(factor), "=&x"(product)
-        : "m"(*(const int16_t(*)[16])numbers), "x"(codes[0]), "x"(codes[1]));
-  } else {
-    // Not by `each_below`: Clang takes no local variable of a function in assembly within another.
-    UNROLLED for (int i = 0; i < T; i++) {
-      __m256i product;
-      asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum_of[i]), "=&x"(product) : "x"(read), "x"(codes[i]));
-    }
-  }
-}
-
 // Of R rows with W / R tokens, row by row; tokens past the last repeat it.
 template <int BITS, int R>
 INLINE inline I products_of_words(const CutQuery* asked, int64_t bytes, const char* codes, int64_t stride, const char* last) {
@@ -142,48 +119,15 @@ INLINE inline I products_of_words(const CutQuery* asked, int64_t bytes, const ch
     __m256i words[T];
     each_below<T>([&](auto i) INLINE { words[i] = load<__m256i>(token[i] + c); });
     each_below<N>([&](auto k) INLINE {
-      __m256i mine[T];
+      S mine[T];
       each_below<T>([&](auto i) INLINE {
-        mine[i] = _mm256_srli_epi16(words[i], k * BITS);
-        if constexpr (k + 1 < N) mine[i] = _mm256_and_si256(mine[i], _mm256_set1_epi32((int32_t)(MASK | MASK << 16)));
+        mine[i] = (S)_mm256_srli_epi16(words[i], k * BITS);
+        if constexpr (k + 1 < N) mine[i] &= (int16_t)MASK;
       });
       each_below<R>([&](auto r) INLINE { add_pairs_of<T>(sum_of + r * T, mine, query + r * (int64_t)(sizeof(CutQuery) / 2) + k * 16); });
     });
   }
   return sums(sum_of);
-}
-
-// R vectors of R rows' numbers for W / R tokens each, as R rows of W tokens.
-template <int R, class V> INLINE inline void in_order(const V* from, V* to) {
-  if constexpr (R == 1) to[0] = from[0];
-  if constexpr (R == 2) {
-    const __m256i a = (__m256i)from[0], b = (__m256i)from[1];
-    to[0] = (V)_mm256_permute2x128_si256(a, b, 0x20), to[1] = (V)_mm256_permute2x128_si256(a, b, 0x31);
-  }
-  if constexpr (R == 4) {
-    const __m256i a = (__m256i)from[0], b = (__m256i)from[1], c = (__m256i)from[2], d = (__m256i)from[3];
-    const __m256i even = _mm256_unpacklo_epi64(a, b), odd = _mm256_unpackhi_epi64(a, b);
-    const __m256i more = _mm256_unpacklo_epi64(c, d), last = _mm256_unpackhi_epi64(c, d);
-    to[0] = (V)_mm256_permute2x128_si256(even, more, 0x20), to[1] = (V)_mm256_permute2x128_si256(odd, last, 0x20);
-    to[2] = (V)_mm256_permute2x128_si256(even, more, 0x31), to[3] = (V)_mm256_permute2x128_si256(odd, last, 0x31);
-  }
-}
-
-// Products of R rows with `count` tokens, times the rows' scales, `apart` floats from row to row: `each` gives those of
-// W / R tokens from a number on, row by row. Tokens after them are asked for, `stride` bytes each from `codes` on.
-template <int R, class Each>
-INLINE inline void over_tokens(int64_t count, const float* scale, float* to, int64_t apart, const char* codes, int64_t stride,
-                               Each each) {
-  for (int64_t first = 0; first < count; first += W) {
-    F found[R], rows[R];
-    // Here, since GCC takes what is asked in a function that only gives a value for nothing.
-    for (int64_t c = 0; c < W * stride; c += 64) soon(codes + first * stride + c);
-    for (int64_t i = 0; i < R; i++) found[i] = each(first + i * (W / R));
-    in_order<R>(found, rows);
-    float all_of[R * W];
-    UNROLLED for (int r = 0; r < R; r++) store(all_of + r * W, rows[r] * scale[r]);
-    store_rows<R, W>(to + first, apart, all_of, count - first);
-  }
 }
 
 // Of R rows with `count` tokens.
@@ -209,30 +153,6 @@ inline void products_in_integers(const CutQuery* asked, int64_t rows, const Side
   });
 }
 
-// Levels of 16 bits by their two bytes, in both halves of a vector.
-struct ByteTables {
-  __m256i low, high;
-
-  explicit ByteTables(const int16_t* levels) {
-    alignas(16) uint8_t bytes[2][16];
-    for (int i = 0; i < 16; i++) bytes[0][i] = (uint8_t)levels[i], bytes[1][i] = (uint8_t)(levels[i] >> 8);
-    low = _mm256_broadcastsi128_si256(load<__m128i>(bytes[0])), high = _mm256_broadcastsi128_si256(load<__m128i>(bytes[1]));
-  }
-
-  // Of 32 codes, one in a byte, the levels of the first 8 of each half, then those of the last 8.
-  void pick(__m256i codes, __m256i& first, __m256i& last) const {
-    const __m256i lows = _mm256_shuffle_epi8(low, codes), highs = _mm256_shuffle_epi8(high, codes);
-    first = _mm256_unpacklo_epi8(lows, highs), last = _mm256_unpackhi_epi8(lows, highs);
-  }
-};
-
-// Of 32 bytes those of the first half in the lower eight bytes of each half, so that what is unpacked lies in order.
-inline __m256i in_turns(__m256i bytes) { return _mm256_permute4x64_epi64(bytes, 0xd8); }
-
-inline __m256i four_bits(__m256i bytes, int64_t kind) {
-  return _mm256_and_si256(kind ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));
-}
-
 // As `products_of_words`; queries stand in the order in which levels are picked, MOST_SHORT numbers from one another.
 template <int R>
 INLINE inline F level_products_of(const int16_t* asked, const ByteTables& table, int64_t bytes, const char* codes, int64_t stride,
@@ -244,8 +164,8 @@ INLINE inline F level_products_of(const int16_t* asked, const ByteTables& table,
   for (int64_t c = 0; c < bytes; c += sizeof(U))
     each_below<2>([&](auto kind) INLINE {
       const int16_t* query = asked + kind * bytes + c;
-      __m256i a[T], b[T];
-      each_below<T>([&](auto i) INLINE { table.pick(four_bits(load<__m256i>(token[i] + c), kind), a[i], b[i]); });
+      S a[T], b[T];
+      each_below<T>([&](auto i) INLINE { table.pick(four_bits(load<U>(token[i] + c), kind), a[i], b[i]); });
       each_below<R>([&](auto r) INLINE {
         add_pairs_of<T>(sum_of + r * T, a, query + r * MOST_SHORT), add_pairs_of<T>(sum_of + r * T, b, query + r * MOST_SHORT + 16);
       });
@@ -281,53 +201,6 @@ APART void short_level_products(Rows rows, const char* codes, int64_t stride, in
   over_tokens<R>(count, scale, to, apart, codes, stride, [&](int64_t first) INLINE {
     return level_products_of<R>(asked[0], table, bytes, codes + first * stride, stride, last);
   });
-}
-
-// Adds levels times weights of 16 bits, which have the tokens' scales, for 16 PARTS of the 32 channels of a vector.
-template <int R, int PARTS, int KIND, int FIRST>
-inline void level_sums_of(const Weights* all_of, const ByteTables& table, const char* codes, int64_t stride, int64_t count,
-                          const char*& next, float unit, float* out, int64_t size) {
-  I sum_of[R][2 * PARTS];
-  each_below<2 * R * PARTS>([&](auto i) INLINE { sum_of[i / (2 * PARTS)][i % (2 * PARTS)] = I{}; });
-  // The first of the passes over a vector asks for all of them.
-  by_pairs<KIND == 0 && FIRST == 0 ? 64 : 0>(codes, stride, count, next, [&](int64_t t, __m256i a, __m256i b) INLINE {
-    each_below<PARTS>([&](auto i) INLINE {
-      // Levels of two tokens side by side.
-      __m256i low, high;
-      table.pick(four_bits(FIRST + i ? _mm256_unpackhi_epi8(a, b) : _mm256_unpacklo_epi8(a, b), KIND), low, high);
-      each_below<R>([&](auto r) INLINE {
-        add_pairs(sum_of[r][2 * i], low, all_of[r].of_tokens + t), add_pairs(sum_of[r][2 * i + 1], high, all_of[r].of_tokens + t);
-      });
-    });
-  });
-  each_below<2 * R * PARTS>([&](auto i) INLINE {
-    constexpr int r = i / (2 * PARTS), part = i % (2 * PARTS);
-    const F found = __builtin_convertvector(sum_of[r][part], F) * (all_of[r].scale * unit);
-    each_below<2>([&](auto half) INLINE {
-      typedef float Half __attribute__((vector_size(16)));
-      float* to = out + r * size + 16 * half + 8 * FIRST + 4 * part;
-      store(to, load<Half>(to) + (Half)_mm256_extractf128_ps((__m256)found, half));
-    });
-  });
-}
-
-// The same for all channels, in their order, of SHORT_RUN tokens at most; a level is `unit` of a whole number. `low`: what
-// each of a token's numbers is more than its level; null: nothing.
-template <int R>
-APART void short_table_sums(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
-                            const ByteTables& table, float unit, const float* step, const float* low, const char*& next,
-                            float* out, int64_t size) {
-  constexpr int PARTS = R == 4 ? 1 : 2;
-  Weights all_of[R];
-  fill_rows<R>(all_of, 1, weights, apart, step, low, 0, count, ROOM);
-  for (int64_t c = 0; c < size / 2; c += 32)
-    each_below<2 * (3 - PARTS)>([&](auto i) INLINE {
-      constexpr int KIND = i / (3 - PARTS), FIRST = i % (3 - PARTS);
-      level_sums_of<R, PARTS, KIND, FIRST>(all_of, table, codes + c, stride, count, next, unit, out + KIND * (size / 2) + c, size);
-    });
-  if (!low) return;
-  for (int r = 0; r < R; r++)
-    for (int64_t c = 0; c < size; c += W) store(out + r * size + c, load<F>(out + r * size + c) + all_of[r].base);
 }
 
 // Of codes that stand for levels of a bell.

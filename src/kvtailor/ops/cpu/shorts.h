@@ -123,7 +123,7 @@ inline float times_steps(const float* query, const float* step, const float* low
 }
 
 // Adds to each lane two products of 16-bit codes with the same two numbers.
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
 template <class V> inline void add_pairs(V& sum, __m512i codes, const void* numbers) {
   asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const int32_t(*)[1])numbers));
 }

@@ -5,7 +5,7 @@
 #include "coordinates.h"
 #include "layouts.h"
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
 #include "integers.h"
 #endif
 
@@ -67,7 +67,7 @@ SMALL_CODE int64_t room_of(const Turn& turn, int64_t stored, int64_t wide, bool 
 
 // Whether the cache has 16 bits, so that so many bits of what is mapped are enough.
 bool maps_coarse(const Turn* turn, const Side& keys) {
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
   if (!turn || !turn->map || keys.kind == FLOAT32) return false;
   if (keys.kind == BLOCK_LEVELS) return ((const Blocks*)keys.low)->coarse;
   return keys.kind <= FLOAT16 || keys.scales != FLOAT32;
@@ -76,7 +76,7 @@ bool maps_coarse(const Turn* turn, const Side& keys) {
 #endif
 }
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
 // A channel's row (stored, zeros behind) as whole numbers of 16 bits, two to a word, 2 W words apart; gives what they are
 // worth. `row` is lost.
 SMALL_CODE float shorten_row(float* row, int64_t stored, int32_t* to) {
@@ -174,7 +174,7 @@ SMALL_CODE void prepare(const Turn& turn, int64_t stored, int64_t wide, bool coa
       if (c % MAPPED == 0) rows = rows_of(turn, head, c, apart, room, means);
       float* row = rows + c % MAPPED * apart;
       to[each - wide + c] = means[c % MAPPED];
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
       if (coarse) {
         const int64_t chunks = padded_to_chunks(stored);
         to[each - 2 * wide + c] = shorten_row(row, chunks, (int32_t*)to + c / (2 * W) * W * chunks + c % (2 * W));
@@ -298,7 +298,7 @@ APART PLAIN_LOOPS void map_tile(const float* matrix, const float* tile, int64_t 
     }
 }
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
 // Tokens `apart` floats apart as whole numbers of 16 bits, and behind all of a tile what they are worth.
 SMALL_CODE void shorten_tile(const float* tile, int64_t apart, int64_t stored, int64_t count, int64_t room, int32_t* to) {
   const int64_t words = padded_to_chunks(stored) / 2, whole = (stored + W - 1) / W * W;

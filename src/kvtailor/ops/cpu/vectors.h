@@ -21,11 +21,11 @@ constexpr int W = 4;
 #endif
 
 // Which form of products in integers there is: see integers.h, short_products.h and dot_products.h.
-#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__)) || defined(__ARM_FEATURE_DOTPROD)
+#if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
 #define INTEGER_PRODUCTS
 #endif
 // Of them those that add four products of bytes to a lane.
-#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#if defined(__AVX512F__) || defined(__ARM_FEATURE_DOTPROD)
 #define BYTE_PRODUCTS
 #endif
 #if defined(INTEGER_PRODUCTS) && !defined(BYTE_PRODUCTS)
@@ -201,7 +201,6 @@ template <int N = W, class V> INLINE static inline V sums(const V* v) {
 #endif
 }
 
-#if !defined(__AVX512F__)
 // Writes N numbers of each of R rows, `apart` from one another, or as many as there are: a copy of a number that is not
 // known is a call.
 template <int R, int N = W / R>
@@ -213,7 +212,6 @@ INLINE static inline void store_rows(float* to, int64_t apart, const float* from
       for (int64_t i = 0; i < count; i++) to[r * apart + i] = from[r * N + i];
   }
 }
-#endif
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 // Adds the same numbers times a, and times b. By name: GCC 12 reads factors long before they are multiplied, has too few

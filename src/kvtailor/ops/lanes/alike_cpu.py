@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,7 @@ from kvtailor.ops.cpu.library import Alike, Library, library
 
 __all__ = ["ALIKE_VARIANTS", "newest_alike"]
 
-ALIKE_VARIANTS = ("avx2",)
+ALIKE_VARIANTS = ("avx512vnni", "avx2")
 """Variants that `newest_alike` is built for, and was measured on."""
 # Below so many multiplications a barrier costs more than a second thread brings.
 _SMALL = 1 << 19
@@ -51,14 +49,8 @@ def newest_alike(
         row_count=rows.shape[0],
         column_count=columns.shape[0],
         newer=newer,
-        threads=1,
         above=above,
     )
-    if used.parallel_for is not None and rows.shape[0] * columns.shape[0] * directions.shape[1] > _SMALL:
-        call.threads, call.parallel_for = torch.get_num_threads(), used.parallel_for
-    at = ctypes.byref(call)
-    scratch = torch.empty(used.functions.kvtailor_alike_scratch(at), dtype=torch.float32)
-    call.scratch = scratch.data_ptr()
-    if used.functions.kvtailor_alike(at):
-        raise RuntimeError("torch_parallel_for refused to run kvtailor's kernel of alike vectors")
+    large = rows.shape[0] * columns.shape[0] * directions.shape[1] > _SMALL
+    used.run("alike", call, scratch="alike_scratch", threads=torch.get_num_threads() if large else 1)
     return newest

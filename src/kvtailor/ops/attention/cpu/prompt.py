@@ -6,8 +6,6 @@ of them.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -89,17 +87,10 @@ def attend_with_mass(
         size=size,
         value_size=value_size,
         kind=DTYPES[query.dtype],
-        threads=1,
         scaling=scaling,
     )
     for name, states in (("query", query), ("key", keys), ("value", values)):
         for of, stride in zip(("row", "head", "slot"), states.stride(), strict=False):
             setattr(call, f"{name}_{of}", stride * states.element_size())
-    if used.parallel_for is not None:
-        call.threads, call.parallel_for = min(_PARTS, torch.get_num_threads()), used.parallel_for
-    at = ctypes.byref(call)
-    scratch = torch.empty(used.functions.kvtailor_prompt_scratch(at), dtype=torch.float32)
-    call.scratch = scratch.data_ptr()
-    if used.functions.kvtailor_prompt(at):
-        raise RuntimeError("torch_parallel_for refused to run kvtailor's kernel of a prompt")
+    used.run("prompt", call, scratch="prompt_scratch", threads=min(_PARTS, torch.get_num_threads()))
     return out.transpose(1, 2).to(query.dtype), mass
