@@ -42,6 +42,8 @@ MODELS = {"SmolLM2-135M": "smollm2-135m", "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0
 """The folder of records in docs/records of each model."""
 TEXTS = {"c4": "C4", "kvtailor-engine.py.txt": "Python"}
 """Texts of the records in docs/records/MODEL-texts."""
+LATER = "later questions"
+"""What records in docs/records/MODEL-questions are of."""
 START = {
     "half": "kivi(key_bits=8, value_bits=4, recent=32)",
     "a third, slower tokens": "kvquant4",
@@ -53,8 +55,8 @@ START = {
 """What README recommends, by what a reader wants."""
 ALSO = (
     "| an eighth | `fit`, above | 12.5 % | no plan that was measured is safe on either | | |",
-    "| questions that come later | codes, or `kvtailor.read(model, tokenizer, text, plan=plan)` | |"
-    " measured on SmolLM2: [which plans](docs/how-to/ask-later.md) | | |",
+    "| questions that come later | codes of 4 bits, or `kvtailor.read(model, tokenizer, text, plan=plan)` | |"
+    " [which plans serve them](docs/how-to/ask-later.md) | | |",
     "| endless decoding | `streamingllm @ tokens=1024` | fixed | forgets the middle;"
     " [beyond memory](docs/how-to/beyond-memory.md) | | |",
 )
@@ -132,16 +134,48 @@ def of_plan(plan: Plan) -> tuple[str, ...]:
         every = _on(model, models, rankings)
         text = next((text for text in every if _methods_of(text) == wanted), None)
         if text is not None:
-            told = [_told_at(each) for each in every[text]]
-            for file, called in TEXTS.items():
-                losses = read_texts().get(model, {}).get(file, {})
-                for each in losses:
-                    if _methods_of(each) == wanted:
-                        # Of several budgets above, the one that this is of.
-                        budget = each.partition(" @ ")[2]
-                        told.append(f"{called}{budget and f' at {budget}'} {_told(losses[each])}")
+            told = (*map(_told_at, every[text]), *_told_on_texts(model, wanted), *_told_later(model, wanted))
             found.append(f"{model}: {'; '.join(told)}.")
     return tuple(found)
+
+
+def _told_on_texts(model: str, methods: object) -> Iterator[str]:
+    """Each loss on `TEXTS` of a plan of these methods, with its budget where it has one."""
+    for file, called in TEXTS.items():
+        for plan, loss in read_texts().get(model, {}).get(file, {}).items():
+            if _methods_of(plan) == methods:
+                budget = plan.partition(" @ ")[2]
+                yield f"{called}{budget and f' at {budget}'} {_told(loss)}"
+
+
+def _told_later(model: str, methods: object) -> Iterator[str]:
+    """Right answers to later questions and what they lost, of each plan of these methods, with its budget."""
+    asked = read_questions().get(model, {})
+    for plan, each in asked.items():
+        if plan != "full" and _methods_of(plan) == methods:
+            budget, full = plan.partition(" @ ")[2], asked["full"]
+            loss = _told(difference(each.values["nll"], full.values["nll"]))
+            yield f"{LATER}{budget and f' at {budget}'} {_right(each)} (`full` {_right(full)}), their answers {loss}"
+
+
+def _right(asked: Record) -> str:
+    questions = asked.point["questions"]
+    assert isinstance(questions, int) and asked.samples is not None
+    return f"{round(questions * sum(asked.values['right']))} of {asked.samples * questions}"
+
+
+@cache
+def read_questions(records: Path = ROOT / "docs" / "records") -> dict[str, dict[str, Record]]:
+    """Return what was asked of each plan after its context was compressed, by model and plan."""
+    return {
+        name: {
+            each.label: each
+            for each in latest(read_records(records / f"{folder}-questions"))
+            if each.task == "ask" and each.error is None
+        }
+        for name, folder in MODELS.items()
+        if (records / f"{folder}-questions").is_dir()
+    }
 
 
 @cache
@@ -193,7 +227,7 @@ def judgements(records: Path = ROOT / "docs" / "records") -> dict[tuple[str, str
     """Return what the report of each model's records says of each plan's loss: "shown", "harmful", or "not shown".
 
     Returns:
-        by model and text, which is "novels" or one of `TEXTS`.
+        by model and by "novels", one of `TEXTS` or `LATER`.
     """
     found: dict[tuple[str, str], dict[str, str]] = {}
     for name, folder in MODELS.items():
@@ -203,6 +237,9 @@ def judgements(records: Path = ROOT / "docs" / "records") -> dict[tuple[str, str
             there = read_records(records / f"{folder}-texts")
             for text, called in TEXTS.items():
                 found[name, called] = _words([each for each in there if each.text == text])
+        if (records / f"{folder}-questions").is_dir():
+            there = read_records(records / f"{folder}-questions")
+            found[name, LATER] = _words([each for each in there if each.task == "ask"])
     return found
 
 
@@ -273,26 +310,21 @@ def _all(models: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
         yield f"| `{plan}` | {_bytes(rows)} | {' | '.join(map(_lost, rows))} |"
 
 
-def _questions(records: Path = ROOT / "docs" / "records") -> Iterator[str]:
+def _questions() -> Iterator[str]:
     """Questions that come after the compressed context, and what they lose, of each model that was asked."""
-    for name, folder in MODELS.items():
-        if not (where := records / f"{folder}-questions").is_dir():
-            continue
-        asked = {each.label: each for each in latest(read_records(where)) if each.task == "ask" and each.error is None}
+    for i, (name, asked) in enumerate(read_questions().items()):
         full = asked["full"]
+        if i:
+            yield ""
         yield f"| {name}: plan | bytes | questions right | documents with all right | nats a token of answers |"
         yield "|---|---|---|---|---|"
         for plan, each in asked.items():
-            assert each.bytes_held is not None and each.bytes_full is not None and each.samples is not None
-            questions = each.point["questions"]
-            assert isinstance(questions, int)
+            assert each.bytes_held is not None and each.bytes_full is not None
             loss = difference(each.values["nll"], full.values["nll"])
-            worst, count = round(sum(each.values["worst"])), each.samples * questions
             told = f"{fmean(full.values['nll']):.3f}" if each is full else _told(loss)
-            right = round(questions * sum(each.values["right"]))
             yield (
-                f"| `{plan}` | {100 * each.bytes_held / each.bytes_full:.0f} % | {right} of {count} |"
-                f" {worst} of {each.samples} | {told} |"
+                f"| `{plan}` | {100 * each.bytes_held / each.bytes_full:.0f} % | {_right(each)} |"
+                f" {round(sum(each.values['worst']))} of {each.samples} | {told} |"
             )
 
 

@@ -56,6 +56,7 @@ def test_readme_judges_its_plans_as_the_report_of_the_same_records_does():
             if said.startswith("Use none of these plans yet"):
                 assert word != "safe" and "nothing to notice" not in row, f"{plan} on {name}"
     assert "harmful: novels on SmolLM2-135M; Python on " in rows["snapkv(kernel=21) + adakv @ keep=0.25"]
+    assert rows["k3v3"].endswith("| harmful: later questions on SmolLM2-135M |")
 
 
 def test_a_number_of_another_text_is_of_its_own_records():

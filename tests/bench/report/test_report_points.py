@@ -15,6 +15,7 @@ from kvtailor.bench.report.points import base, named, series_of
 from kvtailor.bench.report.tables.quality import documents_over
 from kvtailor.bench.report.tables.tables import quality_grid
 from kvtailor.bench.report.terminal import show
+from kvtailor.bench.report.verdict.verdict import judge
 
 
 def on(text, each):
@@ -206,6 +207,19 @@ def test_scores_on_a_scale_of_their_own_are_judged_by_their_intervals():
     assert judged(-30.0).startswith("Every plan") and judged(3.0).startswith(fine)
     lower = "Of brier_score,none lower is better."
     assert judged(30.0, lower).startswith("Every plan") and judged(-3.0, lower).startswith(fine)
+
+
+@pytest.mark.parametrize(("whole", "more", "harmful"), [(0.005, 0.007, False), (0.005, 0.05, True), (1.0, 0.05, False)])
+def test_a_score_in_nats_has_the_margin_of_text_where_a_tenth_of_it_is_less(whole, more, harmful):
+    def asked(label, nll, size):
+        values = {"nll": tuple(nll + 1e-4 * (i % 3) for i in range(40))}
+        return record(label, "ask", point={"length": 512}, values=values, bytes_held=size, bytes_full=1000, samples=40)
+
+    summary = summarise([asked("full", whole, 1000), asked("less", whole + more, 300)])
+    assert summary.measures[0].name == "ask answer nll"
+    [judged] = judge(summary.rows, summary.measures, summary.margins).judged
+    assert judged.worse is harmful and judged.shown is not harmful
+    assert "10 % of a score (of nats at least 0.02)" in summary.headline
 
 
 def test_a_task_without_numbers_for_single_samples_is_shown_and_decides_nothing():

@@ -104,7 +104,9 @@ def limits(asked: Sequence[Measure], margins: Margins) -> str:
     units = {measure.difference_unit for measure in asked}
     parts = [f"{margins.nats:g} nats per token"] * (NATS in units)
     parts += [f"{margins.points:g} points of right answers"] * (POINTS in units)
-    parts += [f"{margins.points:g} % of a score"] * bool(units - {NATS, POINTS})
+    scores = [measure for measure in asked if measure.difference_unit not in (NATS, POINTS)]
+    at_least = f" (of nats at least {margins.nats:g})" if any(measure.unit == NATS for measure in scores) else ""
+    parts += [f"{margins.points:g} % of a score{at_least}"] * bool(scores)
     return " and ".join(parts)
 
 
@@ -433,7 +435,11 @@ def _judge_plan(row: Row, full: Row, asked: Sequence[Measure], margins: Margins,
 def _margin(measure: Measure, full: Score, margins: Margins) -> float:
     if measure.difference_unit == NATS:
         return margins.nats
-    return margins.points if measure.difference_unit == POINTS else margins.points / 100 * abs(full.value)
+    if measure.difference_unit == POINTS:
+        return margins.points
+    share = margins.points / 100 * abs(full.value)
+    # A tenth of next to nothing is not to be told from nothing: an answer that is sure has 0.005 nats a token.
+    return max(share, margins.nats) if measure.unit == NATS else share
 
 
 def _by_bytes(judged: Judged) -> tuple[float, float]:
