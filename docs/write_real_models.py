@@ -318,7 +318,7 @@ def _questions() -> Iterator[str]:
             yield ""
         yield f"| {name}: plan | bytes | questions right | documents with all right | nats a token of answers |"
         yield "|---|---|---|---|---|"
-        for plan, each in asked.items():
+        for plan, each in sorted(asked.items(), key=lambda item: -(item[1].bytes_held or 0)):
             assert each.bytes_held is not None and each.bytes_full is not None
             loss = difference(each.values["nll"], full.values["nll"])
             told = f"{fmean(full.values['nll']):.3f}" if each is full else _told(loss)

@@ -59,6 +59,16 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"a sample of the tests; the same again: --sample --sample-seed {config.option.sample_seed}"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, obj: object) -> list[pytest.Item] | None:
+    """What is marked `long` is left out before its cases are made: half of all cases are of it."""
+    if not _ACTIVE or not callable(obj):
+        return None
+    marks = getattr(obj, "pytestmark", [])
+    names = {mark.name for mark in (marks if isinstance(marks, list) else [marks])}
+    return [] if "long" in names or collector.get_closest_marker("long") is not None else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.option.sample:
         return

@@ -96,7 +96,7 @@ def command(
     if parsed.score is not None and parsed.score.needs.of_attention and parsed.score.needs.reconstruction is None:
         notes.append(
             "what it keeps follows the prompt's own queries, so a question that is not in the prompt finds little: for "
-            "questions that come later take kvzip, or a code that evicts nothing such as kivi4 "
+            "questions that come later try kvzip, or a code that evicts nothing such as kivi4 "
             "(docs/how-to/ask-later.md)"
         )
     if geometry is not None and model is not None:

@@ -219,7 +219,7 @@ def test_a_score_in_nats_has_the_margin_of_text_where_a_tenth_of_it_is_less(whol
     assert summary.measures[0].name == "ask answer nll"
     [judged] = judge(summary.rows, summary.measures, summary.margins).judged
     assert judged.worse is harmful and judged.shown is not harmful
-    assert "10 % of a score (of nats at least 0.02)" in summary.headline
+    assert "10 % of a score, or 0.02 nats where that is more" in summary.headline
 
 
 def test_a_task_without_numbers_for_single_samples_is_shown_and_decides_nothing():

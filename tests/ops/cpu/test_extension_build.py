@@ -87,7 +87,15 @@ def test_no_byte_is_read_that_is_not_ours(variant: str, tmp_path: Path) -> None:
     ]
     tests = [
         str(Path(__file__).with_name(f"test_{name}.py"))
-        for name in ("coded_attention", "turned_attention", "attention_mass", "quantise")
+        for name in (
+            "coded_attention",
+            "level_attention",
+            "turned_attention",
+            "attention_mass",
+            "prompt_mass",
+            "alike",
+            "quantise",
+        )
     ]
     done = subprocess.run(
         [sys.executable, "-c", UNDER_SANITISERS, str(made), *tests],

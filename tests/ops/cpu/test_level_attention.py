@@ -32,6 +32,24 @@ def test_the_last_of_an_odd_number_of_channels_has_no_second(library: Library, d
 
 
 @every_variant
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("layout", ["levels2", "levels3", "levels4", "vector2", "vector3", "vector4"])
+def test_an_endless_scale_of_one_key_hides_no_token(library: Library, layout: str, size: int) -> None:
+    for seed in range(10):
+        torch.manual_seed(seed)
+        keys, values = (
+            LAYOUTS[layout](torch.randn(1, 100, size).bfloat16()),
+            LAYOUTS["vector4"](torch.randn(1, 100, size).bfloat16()),
+        )
+        of = "scale" if layout.startswith("levels") else "step"
+        table = getattr(keys, of).clone()
+        table.view(-1)[37] = torch.inf
+        query = torch.randn(1, 1, 1, size)
+        out, _ = attend_coded(AttentionInputs(query, replace(keys, **{of: table}), values, scaling=0.1), using=library)
+        assert out.isnan().any(), seed
+
+
+@every_variant
 @every_dtype
 @pytest.mark.parametrize("size", [1, 7, 33, 63, 65, 129])
 def test_signs_of_any_number_of_channels(library: Library, dtype: torch.dtype, size: int) -> None:

@@ -35,7 +35,8 @@ class Margins:
     Attributes:
         nats: per token, for texts. 0.02 is 2 % of perplexity, a sixth of what lies between Llama 2 with 7 and with 13
             billion parameters (5.47 and 4.88 on WikiText-2, so 0.114 nats).
-        points: of percent, for right answers; of scores on a scale of their own, percent of what 'full' has. 10 points
+        points: of percent, for right answers; of scores on a scale of their own, percent of what 'full' has, and
+            of those in nats of 0.2 at least. 10 points
             are what 25 answers can show for one plan, and 46 for four.
 
     Raises:

@@ -693,9 +693,10 @@ struct Piece {
     products_of_codes(query, first, count, logits_at);
     float *step = key_scales, *low = step + BLOCK;
     widen_table(keys, keys.step, lane * call.slots + first, count, step);
+    const float zero = (float)((1 << (call.keys.bits - 1)) - 1);
     if (keys.low) widen_table(keys, keys.low, lane * call.slots + first, count, low);
-    else
-      for (int64_t t = 0; t < count; t++) low[t] = step[t] * -(float)((1 << (call.keys.bits - 1)) - 1);
+    // A step less itself: of one that is endless no logit is a number.
+    for (int64_t t = 0; t < count; t++) low[t] = (keys.low ? low[t] : step[t] * -zero) + (step[t] - step[t]);
     for (int64_t r = 0; r < rows; r++)
       for (int64_t t = 0; t < count; t++)
         logits_at[r * BLOCK + t] = logits_at[r * BLOCK + t] * step[t] + sums_at[r] * low[t];
@@ -728,12 +729,14 @@ struct Piece {
     if (scales_apart(keys)) times_scales(key_scales, count);
   }
 
-  // Logits or weights of a block's tokens, times a number for each token. What stands past `count` is scratch.
+  // Logits or weights of a block's tokens, times a number for each token; none is a number where that one is endless, since
+  // an endless scale times a sum below 0 would pass for a token that is not seen. What stands past `count` is scratch.
   SMALL_CODE void times_scales(const float* scales, int64_t count) const {
     for (int64_t r = 0; r < rows; r++)
       for (int64_t t = 0; t < count; t += W) {
         float* at = logits_at + r * BLOCK + t;
-        store(at, load<F>(at) * load<F>(scales + t));
+        const F scale = load<F>(scales + t);
+        store(at, load<F>(at) * scale + (scale - scale));
       }
   }
 

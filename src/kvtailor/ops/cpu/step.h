@@ -59,7 +59,7 @@ struct Union {
 
 namespace {
 
-// Small beside what is read: plain loops, so that four variants of it stay small as well.
+// Small beside what is read: plain loops, so that each variant of it stays small as well.
 template <class T> SMALL_CODE void write_as(const float* from, int64_t size, char* to) {
   for (int64_t c = 0; c < size; c++) {
     const auto kept = rounded(T(), from[c]);

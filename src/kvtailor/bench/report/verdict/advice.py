@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
-from kvtailor.bench.report.verdict.verdict import Judged, Judgement, MeasuredScore, best_of, fell, share_of_bytes
+from kvtailor.bench.report.verdict.verdict import (
+    Judged,
+    Judgement,
+    MeasuredScore,
+    best_of,
+    fell,
+    share_of_bytes,
+    whole_of,
+)
 
 __all__ = ["Advice", "advise"]
 
@@ -144,7 +152,7 @@ def _largest(scores: Sequence[MeasuredScore]) -> tuple[float, float, float]:
     for measure, ours, full, _ in scores:
         if ours.losses is not None:
             unit = measure.difference_unit if measure.difference_unit in (NATS, POINTS) else ""
-            share = ours.losses.mean if unit else ours.losses.mean / abs(full.value or 1.0)
+            share = ours.losses.mean if unit else ours.losses.mean / whole_of(measure, full)
             found[unit] = max(found[unit], share)
     return found[NATS], found[POINTS], found[""]
 

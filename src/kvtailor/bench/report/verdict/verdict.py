@@ -74,7 +74,7 @@ class Judged:
         """The largest loss beyond chance in scores on scales of their own, as a share of what 'full' has."""
         found = [each for each in self.scores if each.measure.difference_unit not in (NATS, POINTS)]
         return max(
-            [s.losses.mean / abs(full.value or 1.0) for m, s, full, _ in found if s.losses is not None and fell(m, s)],
+            [s.losses.mean / whole_of(m, full) for m, s, full, _ in found if s.losses is not None and fell(m, s)],
             default=0.0,
         )
 
@@ -92,6 +92,11 @@ class Judged:
         return all(b <= a for a, b in pairs) and any(b < a for a, b in pairs)
 
 
+def whole_of(measure: Measure, full: Score) -> float:
+    """What shares of a score are of: what 'full' has, and in nats at least `LEAST_NATS`."""
+    return max(abs(full.value), LEAST_NATS if measure.unit == NATS else 0.0) or 1.0
+
+
 def fell(measure: Measure, score: Score) -> bool:
     """Whether a score's interval of the difference leaves out 0 on the bad side."""
     found = score.difference
@@ -105,8 +110,8 @@ def limits(asked: Sequence[Measure], margins: Margins) -> str:
     parts = [f"{margins.nats:g} nats per token"] * (NATS in units)
     parts += [f"{margins.points:g} points of right answers"] * (POINTS in units)
     scores = [measure for measure in asked if measure.difference_unit not in (NATS, POINTS)]
-    at_least = f" (of nats at least {margins.nats:g})" if any(measure.unit == NATS for measure in scores) else ""
-    parts += [f"{margins.points:g} % of a score{at_least}"] * bool(scores)
+    least = f", or {margins.points / 100 * LEAST_NATS:g} nats where that is more"
+    parts += [f"{margins.points:g} % of a score{least * any(m.unit == NATS for m in scores)}"] * bool(scores)
     return " and ".join(parts)
 
 
@@ -249,10 +254,12 @@ def _right_answers(shares: Sequence[MeasuredScore]) -> list[str]:
 def _share_lost(measure: Measure, ours: Score, full: Score) -> float:
     """Above 0 where 'full' is better; of two scales neither counts more than the other."""
     lost = ours.value - full.value if measure.lower_is_better else full.value - ours.value
-    return lost / abs(full.value) if full.value else lost
+    return lost / whole_of(measure, full)
 
 
 LEAST_TELLING = 5.0
+LEAST_NATS = 0.2
+"""A tenth is 0.02, the margin of text. Where 'full' is sure of its answers, at 0.005, a tenth of that is nothing."""
 LEAST_GAIN = 0.005
 
 
@@ -437,9 +444,7 @@ def _margin(measure: Measure, full: Score, margins: Margins) -> float:
         return margins.nats
     if measure.difference_unit == POINTS:
         return margins.points
-    share = margins.points / 100 * abs(full.value)
-    # A tenth of next to nothing is not to be told from nothing: an answer that is sure has 0.005 nats a token.
-    return max(share, margins.nats) if measure.unit == NATS else share
+    return margins.points / 100 * whole_of(measure, full)
 
 
 def _by_bytes(judged: Judged) -> tuple[float, float]:
