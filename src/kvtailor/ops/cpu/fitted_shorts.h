@@ -174,8 +174,8 @@ struct ShortKeys {
           S first, last;
           table.pick(four_bits(bytes, kind), first, last);
           int16_t *mine = out + kind * planes, *other = more ? mine + size : mine;
-          store_tokens(mine, other, rounded_product(first, steps[2 * kind]) + middles[2 * kind]);
-          store_tokens(mine + 16, other + 16, rounded_product(last, steps[2 * kind + 1]) + middles[2 * kind + 1]);
+          store_tokens(mine, other, plus(rounded_product(first, steps[2 * kind]), middles[2 * kind]));
+          store_tokens(mine + 16, other + 16, plus(rounded_product(last, steps[2 * kind + 1]), middles[2 * kind + 1]));
         });
       }
     }
@@ -213,7 +213,7 @@ INLINE inline F fitted_products_of(const int16_t* asked, int64_t apart, int64_t 
       return;
     }
     const S cosine = load<S>(angles + place), sine = load<S>(angles + planes + place);
-    x = rounded_product(a, cosine) - rounded_product(b, sine), y = rounded_product(b, cosine) + rounded_product(a, sine);
+    x = minus(rounded_product(a, cosine), rounded_product(b, sine)), y = plus(rounded_product(b, cosine), rounded_product(a, sine));
   };
   for (int64_t c = 0; c < planes; c += 2 * W) {
     // Few rows read their queries for each token: registers do not hold more tokens.

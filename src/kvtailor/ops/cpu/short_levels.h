@@ -154,6 +154,17 @@ inline void store_tokens(int16_t* first, [[maybe_unused]] int16_t* other, S numb
 #endif
 }
 
+// Sums and differences, which wrap: of what is no number they may be anything.
+inline S plus(S a, S b) {
+  typedef uint16_t Wraps __attribute__((vector_size(W * 4)));
+  return (S)((Wraps)a + (Wraps)b);
+}
+
+inline S minus(S a, S b) {
+  typedef uint16_t Wraps __attribute__((vector_size(W * 4)));
+  return (S)((Wraps)a - (Wraps)b);
+}
+
 // Products over 32,768, rounded.
 inline S rounded_product(S a, S b) {
 #if defined(__AVX512F__)
