@@ -237,9 +237,8 @@ def judgements(records: Path = ROOT / "docs" / "records") -> dict[tuple[str, str
             there = read_records(records / f"{folder}-texts")
             for text, called in TEXTS.items():
                 found[name, called] = _words([each for each in there if each.text == text])
-        if (records / f"{folder}-questions").is_dir():
-            there = read_records(records / f"{folder}-questions")
-            found[name, LATER] = _words([each for each in there if each.task == "ask"])
+        if name in read_questions(records):
+            found[name, LATER] = _words([*read_questions(records)[name].values()])
     return found
 
 

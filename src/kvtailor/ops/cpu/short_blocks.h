@@ -104,7 +104,7 @@ inline void block_sums_of(const Weights* of, int64_t apart, const ByteTables& ta
   by_pairs<KIND == 0 && PLACE == 0 ? 64 : 0>(codes, stride, count, next, [&](int64_t t, __m256i a, __m256i b) INLINE {
     const U one = in_turns((U)a), other = in_turns((U)b);
     S low, high;  // of two tokens side by side
-    table.pick(four_bits(PLACE ? last_bytes(one, other) : first_bytes(one, other), KIND), low, high);
+    table.pick(four_bits(bytes_of_both<(PLACE > 0)>(one, other), KIND), low, high);
     each_below<R>([&](auto r) INLINE {
       const int16_t* weights = of[r * apart].of_tokens + t;
       add_pairs(sum_of[r][0], (__m256i)low, weights), add_pairs(sum_of[r][1], (__m256i)high, weights);

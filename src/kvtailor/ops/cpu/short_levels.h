@@ -85,6 +85,24 @@ INLINE inline void over_tokens(int64_t count, const float* scale, float* to, int
   }
 }
 
+// Bytes of a table by codes, within each 16.
+inline U shuffled(U table, U codes) {
+#if defined(__AVX512F__)
+  return (U)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
+#else
+  return (U)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
+#endif
+}
+
+// The first eight bytes of each 16 of two vectors in turn, or the last.
+template <bool LAST> inline U bytes_of_both(U a, U b) {
+#if defined(__AVX512F__)
+  return LAST ? (U)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b) : (U)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b);
+#else
+  return LAST ? (U)_mm256_unpackhi_epi8((__m256i)a, (__m256i)b) : (U)_mm256_unpacklo_epi8((__m256i)a, (__m256i)b);
+#endif
+}
+
 // Levels of 16 bits by their two bytes, for every 16 bytes of a vector.
 struct ByteTables {
   U low, high;
@@ -97,13 +115,8 @@ struct ByteTables {
 
   // Of codes, one in a byte, the levels of the first 8 of each 16, then those of the last 8.
   void pick(U codes, S& first, S& last) const {
-#if defined(__AVX512F__)
-    const __m512i lows = _mm512_shuffle_epi8((__m512i)low, (__m512i)codes), highs = _mm512_shuffle_epi8((__m512i)high, (__m512i)codes);
-    first = (S)_mm512_unpacklo_epi8(lows, highs), last = (S)_mm512_unpackhi_epi8(lows, highs);
-#else
-    const __m256i lows = _mm256_shuffle_epi8((__m256i)low, (__m256i)codes), highs = _mm256_shuffle_epi8((__m256i)high, (__m256i)codes);
-    first = (S)_mm256_unpacklo_epi8(lows, highs), last = (S)_mm256_unpackhi_epi8(lows, highs);
-#endif
+    const U lows = shuffled(low, codes), highs = shuffled(high, codes);
+    first = (S)bytes_of_both<false>(lows, highs), last = (S)bytes_of_both<true>(lows, highs);
   }
 };
 
@@ -117,23 +130,6 @@ inline U in_turns(U bytes) {
 }
 
 inline U four_bits(U bytes, int64_t kind) { return (kind ? bytes >> 4 : bytes) & 0x0f0f0f0fu; }
-
-// The first eight bytes of each 16 of two vectors in turn, or the last.
-inline U first_bytes(U a, U b) {
-#if defined(__AVX512F__)
-  return (U)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b);
-#else
-  return (U)_mm256_unpacklo_epi8((__m256i)a, (__m256i)b);
-#endif
-}
-
-inline U last_bytes(U a, U b) {
-#if defined(__AVX512F__)
-  return (U)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b);
-#else
-  return (U)_mm256_unpackhi_epi8((__m256i)a, (__m256i)b);
-#endif
-}
 
 // 32 bytes of one token, or of TOKENS.
 inline U of_tokens(const void* first, [[maybe_unused]] const void* other) {
@@ -154,16 +150,10 @@ inline void store_tokens(int16_t* first, [[maybe_unused]] int16_t* other, S numb
 #endif
 }
 
-// Sums and differences, which wrap: of what is no number they may be anything.
-inline S plus(S a, S b) {
-  typedef uint16_t Wraps __attribute__((vector_size(W * 4)));
-  return (S)((Wraps)a + (Wraps)b);
-}
-
-inline S minus(S a, S b) {
-  typedef uint16_t Wraps __attribute__((vector_size(W * 4)));
-  return (S)((Wraps)a - (Wraps)b);
-}
+// Sums and differences wrap: of what is no number they may be anything.
+typedef uint16_t Wraps __attribute__((vector_size(W * 4)));
+inline S plus(S a, S b) { return (S)((Wraps)a + (Wraps)b); }
+inline S minus(S a, S b) { return (S)((Wraps)a - (Wraps)b); }
 
 // Products over 32,768, rounded.
 inline S rounded_product(S a, S b) {
@@ -223,7 +213,7 @@ inline void level_sums_of(const PairedWeights* pairs, const Weights* all_of, con
     each_below<PARTS>([&](auto i) INLINE {
       // Levels of two tokens side by side.
       S low, high;
-      table.pick(four_bits(FIRST + i ? last_bytes(a, b) : first_bytes(a, b), KIND), low, high);
+      table.pick(four_bits(bytes_of_both<(FIRST + i > 0)>(a, b), KIND), low, high);
       each_below<R>([&](auto r) INLINE { pairs[r].add(sum_of[r][2 * i], low, t), pairs[r].add(sum_of[r][2 * i + 1], high, t); });
     });
   });
