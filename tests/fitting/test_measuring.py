@@ -10,6 +10,7 @@ from tests.support.fitting.small import pieces, subject
 
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.data.overlap import Calibrated
+from kvtailor.bench.forks import one_thread, why_no_forks
 from kvtailor.bench.measure import kept_prompts
 from kvtailor.bench.measure.kept_prompts import KeptPrompts
 from kvtailor.fitting.damage import Damage
@@ -55,6 +56,15 @@ def test_a_plan_that_is_measured_twice_is_run_once(tmp_path):
     assert first is same and len(told) == 4
     measurer.measure([PLAN], each)
     assert len(told) == 4
+
+
+@pytest.mark.skipif(why_no_forks(torch.device("cpu")) is not None, reason="processes are forked under Linux alone")
+def test_plans_side_by_side_give_what_they_give_one_after_the_other(tmp_path):
+    plans = [PLAN, *LAYER_BY_LAYER]
+    with one_thread(2):
+        alone = Measurer(subject(), tmp_path / "alone").measure(plans, pieces(3), may_do_nothing=True)
+    several = Measurer(subject(), tmp_path / "several", workers=3).measure(plans, pieces(3), may_do_nothing=True)
+    assert several == alone and not any(each.error for each in alone)
 
 
 def test_pieces_in_two_calls_give_what_they_give_in_one(tmp_path):

@@ -7,11 +7,13 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 from kvtailor.bench import checks
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import OWN, Contestant
+from kvtailor.bench.forks import LostFork, Score, score_in_forks
 from kvtailor.bench.measure.kept_prompts import KeptPrompts
 from kvtailor.bench.measure.memory_gauge import is_out_of_memory, out_of_memory
 from kvtailor.bench.schema import Record
@@ -66,6 +68,7 @@ class Given:
         known: the finished record of an earlier run that measured exactly this, by the record that would be written but
             for its results; None where there is none. Such a record is given back in place of measuring again.
         calibrations: what plans were calibrated on, as far as it has been held against the texts.
+        workers: so many plans of a sample are scored side by side, see `bench.forks`.
     """
 
     subject: Subject
@@ -74,6 +77,7 @@ class Given:
     advance: Callable[[str], None]
     known: Callable[[Record], Record | None] = lambda blank: None
     calibrations: Calibrations = field(default_factory=Calibrations)
+    workers: int = 1
 
 
 def records_of(task: Task, given: Given) -> Iterator[Record]:
@@ -157,10 +161,38 @@ def _of_cells(
     if isinstance(task, AllAtOnce):
         yield from _all_at_once(task, sample, given, cells, failed)
     elif isinstance(task, PlanByPlan):
-        for cell in cells:
-            yield _of_one(task, sample, given, cell, failed)
+        yield from _one_by_one(task, sample, given, cells, failed)
     else:
         raise ArgumentError(f"the task {task.name!r} is neither PlanByPlan nor AllAtOnce: derive it from one of them")
+
+
+def _one_by_one(
+    task: PlanByPlan, sample: Sample, given: Given, cells: Sequence[_Cell], failed: dict[str, str]
+) -> Iterator[Record]:
+    """The records of plans that are scored one after the other, or side by side; then in the order in which they end.
+
+    The first plan is scored here in any case: it leaves behind what the others can use, such as kept prompts.
+    """
+    rest: list[_Cell] = []
+    begun = False
+    for cell in cells:
+        scored = cell.known is None and cell.contestant.hash not in failed
+        if begun and scored and given.workers > 1:
+            rest.append(cell)
+        else:
+            yield _of_one(task, sample, given, cell, failed)
+        begun = begun or (scored and not cell.contestant.is_own)
+
+    def score(cell: _Cell) -> Score:
+        return lambda step: _of_one(task, sample, given, cell.told_by(step), failed)
+
+    for number, found in score_in_forks([score(cell) for cell in rest], given.workers, lambda n: rest[n].advance()):
+        cell = rest[number]
+        cell.finish()
+        record = replace(cell.blank, error=str(found)) if isinstance(found, LostFork) else found
+        if record.error is not None:
+            failed[cell.contestant.hash] = record.error
+        yield record
 
 
 def blank_of(sample: Sample, blank: Record) -> Record:
@@ -249,6 +281,12 @@ class _Cell:
         self.known = given.known(self.blank)
         self._tell, self._left = given.advance, sample.steps
         self._label = f"{sample.label or task.name} · {contestant.label}"
+
+    def told_by(self, step: Callable[[], None]) -> _Cell:
+        """Return one like it, whose steps are told in another way."""
+        found = copy(self)
+        found._tell = lambda label: step()
+        return found
 
     def advance(self) -> None:
         """Tell one step."""

@@ -15,6 +15,7 @@ import torch
 from kvtailor.bench import checks
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import OWN, Contestant
+from kvtailor.bench.forks import check_workers, one_thread
 from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.loop import Given, records_of
 from kvtailor.bench.measure import machine
@@ -23,9 +24,9 @@ from kvtailor.bench.resources import CellResources
 from kvtailor.bench.schema import NoRecords, Record, leave_out, read_records
 from kvtailor.bench.spread import SpreadJob, machines_of, spread
 from kvtailor.bench.subject import Subject
-from kvtailor.bench.tasks.contract import Task
+from kvtailor.bench.tasks.contract import PlanByPlan, Task
 from kvtailor.cluster import Executor
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import ArgumentError, KvtailorError
 from kvtailor.hf.model import processes as process_group
 from kvtailor.hf.model.cache_dtype import stored_dtype
 from kvtailor.ops.files import append_line
@@ -163,6 +164,7 @@ def run(
     executor: Executor | None = None,
     resources: CellResources | None = None,
     share: bool = True,
+    workers: int = 1,
     judge: Callable[[Sequence[Record]], None] = checks.check_records,
 ) -> list[Record]:
     """Every task for every plan. A run that was killed goes on where it was: what it wrote is not measured again.
@@ -182,6 +184,8 @@ def run(
         resources: what a cell takes of an executor's machines; None: one processor.
         share: a prompt goes through the model once for all plans, where that gives the same numbers; see
             `bench.measure.kept_prompts`. A subject that keeps prompts already goes on with those.
+        workers: so many plans of a sample are scored side by side, each in one thread, where a task neither times nor
+            weighs and scores plan by plan; see `bench.forks`. They are written in the order in which they end.
         judge: what becomes of results that cannot be what they say; by default they end the run. A search leaves the
             plan out instead.
 
@@ -189,12 +193,18 @@ def run(
         The records, those of each job together, sample by sample.
 
     Raises:
+        ArgumentError: plans cannot be scored side by side here, or on a cluster.
         UnknownName: there is no sanity check of a name in `allow`.
         RecordError: `out` holds lines that are no records.
         Fraud: the results cannot be what they say; all records have been written by then.
         KvtailorError: a task cannot be done at all; records of tasks before it have been written. Or the model is not
             trained and a task asks for more than costs; nothing has been measured then.
     """
+    check_workers(workers, subject.device)
+    if workers > 1 and executor is not None:
+        raise ArgumentError(
+            f"asked for {workers} workers and a cluster: the cluster's machines have workers of their own"
+        )
     jobs = _jobs(tasks, contestants)
     for job in jobs:
         if job.kind not in KINDS or not KINDS[job.kind].of_cost:
@@ -254,19 +264,34 @@ def run(
     def given_for(job: TaskJob, steps: _Steps) -> Given:
         there = [calibrated[each.hash] for each in job.there]
         alone = job.task is not None and job.task.exclusive
-        return Given(subject=timed if alone else subject, contestants=there, blank=blank(job), advance=steps)
+        return Given(
+            subject=timed if alone else subject,
+            contestants=there,
+            blank=blank(job),
+            advance=steps,
+            workers=workers if _is_forked(job) else 1,
+        )
 
     work = [(job, steps, given_for(job, steps)) for job in jobs for steps in [_Steps(advance, job)]]
     if executor is None:
-        # Of processes that share a model, one knows what is there.
-        done = processes.broadcast(finished(out, subject.device, without=without) if resume and processes.first else {})
         records = []
+        done: dict[int, Mapping[str, Record]] = {}
         for job, steps, given in work:
             if given.subject is timed:
                 # What is weighed and timed now stands alone.
                 kept.forget()
-            found = _records_of(job, replace(given, known=partial(_known, done)), steps)
-            records += [written(each) for each in found]
+            with one_thread(given.workers):
+                threads = torch.get_num_threads()
+                if threads not in done:
+                    # Of processes that share a model, one knows what is there.
+                    there = finished(out, subject.device, without=without) if resume and processes.first else {}
+                    done[threads] = processes.broadcast(there)
+                with_threads = partial(_with_threads, given.blank, threads)
+                found = _records_of(
+                    job, replace(given, blank=with_threads, known=partial(_known, done[threads])), steps
+                )
+                made = [written(each) for each in found]
+                records += _in_order(made, job) if given.workers > 1 else made
     else:
         finished_on = partial(finished, out if resume else None, subject.device, without=without)
         told = [
@@ -281,6 +306,29 @@ def run(
 def _said(machine: Mapping[str, object], name: str) -> object:
     """An entry of a record's machine; records of before say nothing of processes, and had one."""
     return machine.get(name, 1 if name == "processes" else None)
+
+
+def _is_forked(job: TaskJob) -> bool:
+    """Whether plans of a task may be scored side by side."""
+    return isinstance(job.task, PlanByPlan) and not job.task.exclusive
+
+
+def _in_order(records: Sequence[Record], job: TaskJob) -> list[Record]:
+    """The records of a job as one process gives them: sample by sample, and of a sample in the order of the plans."""
+    samples: dict[tuple[object, ...], int] = {}
+    plans = [OWN.hash, *(each.hash for each in job.contestants)]
+
+    def place(record: Record) -> tuple[int, int]:
+        sample = record.task, str(record.point), record.text_hash, record.state
+        return samples.setdefault(sample, len(samples)), plans.index(record.plan_hash)
+
+    return sorted(records, key=place)
+
+
+def _with_threads(blank: Callable[[Contestant], Record], threads: int, contestant: Contestant) -> Record:
+    """A blank record that says in how many threads its plan is scored."""
+    record = blank(contestant)
+    return replace(record, machine={**record.machine, "threads": threads})
 
 
 def _check_processes(jobs: Sequence[TaskJob], processes: int) -> None:

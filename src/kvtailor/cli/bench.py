@@ -120,6 +120,13 @@ OF_ONE_RUN = {
     help="What a cell takes on the cluster, such as 'cpus=2, memory=8GiB, speed.cpus=8'.  [cpus=1]",
 )
 @share_option
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Score so many plans at once, each in one thread, but for what is timed or weighed. Linux, on the CPU.",
+)
 @click.option("--again", is_flag=True, help="Measure anew what --out already has.")
 @click.option("--leave-out", "without", multiple=True, metavar="FIELD=VALUE", help=LEAVE_OUT)
 @click.option("--allow", multiple=True, help="Go on past this sanity check, by its name; the report says so.")
@@ -170,7 +177,12 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     try:
         resources = resources_of_line(options["resources"] or "")
         with executor_of(options["ray"], console) as executor, sinks_of(options["send_to"]) as sinks:
-            spread = {"executor": executor, "resources": resources, "share": options["share"] == "on"}
+            spread = {
+                "executor": executor,
+                "resources": resources,
+                "share": options["share"] == "on",
+                "workers": options["workers"],
+            }
             with console.status(f"loading {options['model']}"):
                 processes = started(options["device"], begin=True)
                 subject = Subject.load(
@@ -204,7 +216,7 @@ command.option_groups = {
     "What is compared": ("model", "plans", "texts", "data", "suite", "tables", "given", "estimate"),
     "What is measured": ("tasks", *(name for name in OPTIONS if name not in chain.from_iterable(GROUPS.values()))),
     **GROUPS,
-    "Where it runs": ("dtype", "cache_dtype", "device", "share", "ray", "resources"),
+    "Where it runs": ("dtype", "cache_dtype", "device", "share", "workers", "ray", "resources"),
     "Results": ("out", "again", "without", "allow", "margin", "margin_points", "send_to", "as_json"),
 }
 
@@ -229,6 +241,10 @@ def _check_where(options: Mapping[str, Any]) -> None:
         raise click.UsageError(
             "--ray under torchrun: a sweep sends whole models to a cluster, and torchrun's processes share one; leave "
             "out one of them."
+        )
+    if options["workers"] > 1 and (options["ray"] is not None or under_torchrun()):
+        raise click.UsageError(
+            "--workers beside --ray or under torchrun: these have workers of their own; leave out one of them."
         )
     if options["without"] and options["out"] is None:
         raise click.UsageError("--leave-out without --out: it is about the records of that folder.")

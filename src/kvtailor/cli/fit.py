@@ -73,6 +73,11 @@ _NAME = 16  # columns of a name of a plan that the others leave on a terminal of
     help="Folder for plan, page and records; a fit that was killed goes on there.",
 )
 @share_option
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help="Measure so many plans at once, each in one thread. Linux, on the CPU.  [as many as threads and memory]",
+)
 @click.option("--again", is_flag=True, help="Fit anew, though --out has a finished fit of this model.")
 @click.option(
     "--ray", is_flag=False, flag_value="here", metavar="[ADDRESS]", help="Measure on a Ray cluster, as in `bench`."
@@ -120,7 +125,7 @@ command.option_groups = {
     "What you have": ("model", "texts", "context", "batch", "memory", "bytes_per_token", "keep_bytes"),
     "What it may lose": ("loss", "points", "tpot"),
     "What is tried, and on what": ("tasks", "proof_tasks", "without", "effort", "no_times", "state"),
-    "Where it runs": ("dtype", "cache_dtype", "device", "share", "ray", "resources"),
+    "Where it runs": ("dtype", "cache_dtype", "device", "share", "workers", "ray", "resources"),
     "Results": ("out", "again", "as_json"),
 }
 
@@ -179,6 +184,7 @@ def _fit(options: dict[str, Any], console: Console) -> dict[str, Any]:
             state=options["state"],
             executor=executor,
             resources=resources_of_line(options["resources"] or ""),
+            workers=options["workers"],
             share=options["share"] == "on",
             progress=TerminalProgress(console, options["out"]),
         )

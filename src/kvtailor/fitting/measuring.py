@@ -120,7 +120,7 @@ class Measurer:
         subject: the model.
         folder: where records are, and are written to.
         executor: of a cluster; None: here.
-        resources: see `bench.runner.run`.
+        resources, workers: see `bench.runner.run`.
         advance: called after each piece with a label; pieces of the plan 'full', which every call has, are not told.
         finish: called with each record.
         calibrated: what plans were calibrated on is held against all texts, each artefact once, and a plan that was
@@ -134,12 +134,13 @@ class Measurer:
         *,
         executor: Executor | None = None,
         resources: CellResources | None = None,
+        workers: int = 1,
         advance: Callable[[str], None] = lambda label: None,
         finish: Callable[[Record], None] = lambda record: None,
         calibrated: CalibratedHere | None = None,
     ):
         self.subject, self.folder = subject, folder
-        self._executor, self._resources = executor, resources
+        self._executor, self._resources, self._workers = executor, resources, workers
         self._finish = finish
         self._calibrated = calibrated
         of_full = f" · {FULL}"
@@ -199,6 +200,7 @@ class Measurer:
             bandwidth=False,
             executor=self._executor,
             resources=self._resources,
+            workers=self._workers,
             judge=lambda records: None,
         )
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvtailor.bench.forks import workers_for
 from kvtailor.bench.measure.kept_prompts import NOT_SHARED, KeptPrompts
 from kvtailor.bench.resources import CellResources
 from kvtailor.bench.stages import Progress, Silent
@@ -57,6 +58,7 @@ def fit(
     state: int = 0,
     executor: Executor | None = None,
     resources: CellResources | None = None,
+    workers: int | None = None,
     share: bool = True,
     progress: Progress | None = None,
 ) -> Fit:
@@ -89,6 +91,8 @@ def fit(
             best plan so far stands in its `best-so-far.toml`. None: nothing is kept.
         state: random state of the search.
         executor: of a cluster; None: here. resources: what a cell takes of it.
+        workers: so many plans are measured side by side, each in one thread (Linux, on the CPU); None: as many as there
+            are threads, or as free memory allows. Times are measured with all threads and nothing beside.
         share: a piece of text goes through the model once for all plans; the numbers are the same without.
         progress: told how far it is.
 
@@ -134,6 +138,10 @@ def fit(
         raise KvtailorError(
             f"asked for a fit without {', '.join(lacking)}, of which stage 1 makes its plans: give stages=['structure']"
         )
+    if workers is None:
+        weights = subject.weights()
+        here = workers_for(subject.device, weights[1] if weights else 0, cache=sizer.full // batch)
+        workers = here if executor is None else 1
     kinds = None if tasks is None else [str(each) for each in tasks if not _is_answers(each)]
     subject.answer_for("fit")
     reachable(sizer, question, without)
@@ -172,6 +180,7 @@ def fit(
             timed=timed,
             executor=executor,
             resources=resources,
+            workers=workers,
             progress=progress or Silent(),
             asked=asked_for,
             kept=out is not None,

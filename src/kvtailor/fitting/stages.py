@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.forks import one_thread
 from kvtailor.bench.measure.kept_prompts import KeptPrompts
 from kvtailor.bench.measure.memory_gauge import is_out_of_memory, out_of_memory
 from kvtailor.bench.measure.statistics import mean
@@ -87,6 +88,7 @@ class Fitting:
     timed: bool
     executor: Executor | None
     resources: CellResources | None
+    workers: int
     progress: Progress
     asked: Mapping[str, Any]
     kept: bool = False
@@ -114,6 +116,7 @@ class Fitting:
             self.folder / "records",
             executor=self.executor,
             resources=self.resources,
+            workers=self.workers,
             advance=advance,
             finish=self.progress.finish,
             calibrated=self._calibrated,
@@ -208,7 +211,11 @@ class Fitting:
         if self.question.memory is None:
             steps[FEWER_BYTES] = _CLOSER * (effort.front + 2) * every
         steps[PROOF] = plan_run(tasks, [Contestant.of(FULL)])[1] * finalists
-        self.progress.expect(steps, None if self.executor is not None else self._seconds_of_a_step())
+        seconds = None
+        if self.executor is None:
+            with one_thread(self.workers):
+                seconds = self._seconds_of_a_step() / self.workers
+        self.progress.expect(steps, seconds)
         with self.progress.stage(FIRST_PLANS, len(early) * pieces) as advance:
             for found in self.measurer(advance).measure(early, self.first) if early else ():
                 self._keep_best(found, memory)
@@ -493,6 +500,7 @@ class Fitting:
                 finish=self.progress.finish,
                 executor=self.executor,
                 resources=self.resources,
+                workers=self.workers,
             )
         if self.timed:
             records += self._times(contestants)

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 import kvtailor
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.data.texts import generated_text
+from kvtailor.bench.forks import one_thread
 from kvtailor.bench.measure import machine
 from kvtailor.bench.measure.equivalence import Margins
 from kvtailor.bench.report import summarise
@@ -226,6 +227,16 @@ def test_what_a_plan_reads_is_probed_in_the_first_windows_alone(plain: Any) -> N
     assert first and further
     assert all(r.reads_held for r in first if r.label not in ("full", "kivi4"))
     assert all(r.rounding is None and r.reads_held is None for r in further)
+
+
+def test_plans_that_are_scored_side_by_side_are_judged_alike(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked(workers: int) -> Any:
+        monkeypatch.setattr(check_module, "workers_for", lambda device, weights, plans: workers)
+        return kvtailor.check_model("demo", plans=[*CODES, "streaming @ keep=0.25"], **SHORT)
+
+    with one_thread(2):
+        alone, several = checked(1), checked(2)
+    assert several.verdicts == alone.verdicts and {r.machine["threads"] for r in several.records} == {1}
 
 
 def test_the_page_is_in_two_parts_of_whole_passages() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,21 @@ def test_a_plan_that_cannot_be_a_target_says_so_and_the_others_go_on(monkeypatch
     refused = found["indexed(page=4) + quest(tokens=16)"]
     assert "cannot verify a draft" in refused.error and refused.metrics == {}
     assert found["full"].error is None
+
+
+def test_where_the_models_own_cache_is_not_measured_nothing_is_told_over_it(monkeypatch):
+    class Turns:
+        def live(self, contestant):
+            return True
+
+        def __call__(self, contestant):
+            return nullcontext(True)
+
+    monkeypatch.setattr(Neighbours, "disturbed", lambda self: False)
+    subject, task = Subject(name="tiny", model=build("llama"), tokenizer=DummyTokenizer()), asked()
+    (sample,) = task.samples(subject, [FULL])
+    found = task.score_all(subject, [FULL], sample, Turns())[FULL.hash]
+    assert found.metrics["speed_up_own"] is None and found.metrics["speed_up"] is not None
 
 
 def test_hits_of_a_tier_are_told(monkeypatch, tmp_path):

@@ -15,6 +15,7 @@ from kvtailor.bench.build import Text, make_task
 from kvtailor.bench.checks.fraud import Fraud
 from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.data.texts import named_texts
+from kvtailor.bench.forks import one_thread, workers_for
 from kvtailor.bench.measure.statistics import FEWEST
 from kvtailor.bench.runner import contestants_of, plan_run, run
 from kvtailor.bench.safety.keys import cause_of, key_shape
@@ -134,11 +135,12 @@ class _FirstWindows(Perplexity):
 
     The null plan is held against the model's own cache on one window. A plan at its whole budget is tried in the
     model's own dtype, where an error of ours that half precision hides would count as the plan's loss; so it would for
-    whoever uses the plan.
+    whoever uses the plan. The tokens behind the context are fed at once, as in the windows that judge.
     """
 
     own_windows: ClassVar[int | None] = 1
     finely: ClassVar[bool] = False
+    whole_chunk: ClassVar[int | None] = None
 
 
 class _FurtherWindows(Perplexity):
@@ -191,6 +193,8 @@ class _Check:
             for outside in (False, True)
         ]
         self.size, self.unanswered = size, ""
+        weights = subject.weights()
+        self.workers = workers_for(subject.device, weights[1] if weights else 0, len(candidates))
 
     def run(self) -> list[Record]:
         """Measure stage by stage, and return all records."""
@@ -201,7 +205,9 @@ class _Check:
             "those that may be safe": plan_run(self.tasks[1:], everyone)[1],
             "questions": plan_run(self.questions, [everyone[0], *droppers])[1] if droppers else 0,
         }
-        self.progress.expect(stages, self._seconds(len(everyone)))
+        with one_thread(self.workers):
+            seconds = self._seconds(len(everyone))
+        self.progress.expect(stages, seconds if seconds is None else seconds / self.workers)
         records = self._stage("all plans", self.tasks[:1], everyone)
         left = self._left(everyone, records)
         if len(left) > 1:
@@ -234,6 +240,7 @@ class _Check:
                 finish=self.progress.finish,
                 bandwidth=False,
                 resume=not self.again,
+                workers=max(1, min(self.workers, len(contestants) - 1)),
             )
 
     @torch.inference_mode()

@@ -114,6 +114,7 @@ class Perplexity(PlanByPlan):
         own_windows: on how many of them 'full' is held against the model's own cache; None: on all.
         finely: plans at their whole budget are held against 'full' in a finer dtype too, see `WholeBudgets`.
         probes: each plan is tried at its whole budget, and is seen to read what it holds and to list all of it.
+        whole_chunk: tokens that are fed at once to plans at their whole budget; None: all.
     """
 
     name: ClassVar[str] = "perplexity"
@@ -141,6 +142,7 @@ class Perplexity(PlanByPlan):
     own_windows: ClassVar[int | None] = None
     finely: ClassVar[bool] = True
     probes: ClassVar[bool] = True
+    whole_chunk: ClassVar[int | None] = 1
     text: str
     source: str
     origin: str | None = None
@@ -221,7 +223,9 @@ class Perplexity(PlanByPlan):
             data=_Shared(
                 windows=windows,
                 distinct=share,
-                whole=whole_budgets(subject, contestants, windows[0], self.source, finely=self.finely),
+                whole=whole_budgets(
+                    subject, contestants, windows[0], self.source, finely=self.finely, chunk=self.whole_chunk
+                ),
                 first=next((each for each in contestants if each.is_full), contestants[0]),
             ),
         )
@@ -376,15 +380,21 @@ def scored_pieces(windows: Sequence[Window], text: str) -> list[str]:
 
 
 def whole_budgets(
-    subject: Subject, contestants: Sequence[Contestant], window: Window, source: str, *, finely: bool = True
+    subject: Subject,
+    contestants: Sequence[Contestant],
+    window: Window,
+    source: str,
+    *,
+    finely: bool = True,
+    chunk: int | None = 1,
 ) -> WholeBudgets:
-    """Tries plans at their whole budget on the first tokens after a window's context, fed one at a time."""
+    """Tries plans at their whole budget on the first tokens after a window's context, `chunk` at once; None: all."""
     from kvtailor.bench.checks.whole import WholeBudgets
 
     full = next((contestant for contestant in contestants if contestant.is_full), OWN_ROUNDED)
 
     def score(contestant: Contestant, count: int) -> Tensor:
-        return score_window(subject, contestant, window.context, window.targets[:count], chunk=1)[0]
+        return score_window(subject, contestant, window.context, window.targets[:count], chunk)[0]
 
     return WholeBudgets(subject, full, score, source, window.context.numel(), window.targets.numel(), finely=finely)
 

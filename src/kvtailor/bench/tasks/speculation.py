@@ -240,7 +240,8 @@ class Speculation(AllAtOnce):
                 if going:
                     prompt, side = sample.data[index + self.warmup], sides[contestant.hash]
                     self._sample(subject, contestant, small, prompt, meter, side, index)
-        own = sides[OWN.hash]
+        # Where the model's own cache failed before, nothing is told over it.
+        own = sides.get(OWN.hash, DraftRounds())
         return {
             contestant.hash: self._scored(sides[contestant.hash], own, small, meter)
             for contestant in contestants
