@@ -4,10 +4,10 @@
 
 What stands between `<!-- real models: NAME -->` and `<!-- /real models -->` is made anew: NAME is `start` for the plans
 of README, `all` for every plan that was measured under its own name, `texts` for those that were measured on other
-texts than novels, `field` for those of the suite `field`, which cuts each plan to the same bytes. A plan that a model
-has no records of is a dash there. In docs/verdicts.md `the run` is what was asked of each model, and `of PLAN` a line
-for each model of a row of the suite, with what is the other way round in the numbers of the embedded model on the same
-page.
+texts than novels, `sets` for scores on LongBench, `field` for those of the suite `field`, which cuts each plan to the
+same bytes. A plan that a model has no records of is a dash there. In docs/verdicts.md `the run` is what was asked of
+each model, and `of PLAN` a line for each model of a row of the suite, with what is the other way round in the numbers
+of the embedded model on the same page.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ MODELS = {"SmolLM2-135M": "smollm2-135m", "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0
 """The folder of records in docs/records of each model."""
 TEXTS = {"c4": "C4", "kvtailor-engine.py.txt": "Python"}
 """Texts of the records in docs/records/MODEL-texts."""
+SETS = {"longbench/multifieldqa_zh": "multifieldqa_zh, F1", "longbench/passage_retrieval_zh": "passage_retrieval_zh"}
+"""Sets of the records in docs/records/MODEL-longbench, with what is scored."""
 LATER = "later questions"
 """What records in docs/records/MODEL-questions are of."""
 START = {
@@ -65,7 +67,8 @@ NOVELS, NEEDLES = "novels, ΔNLL", "needle, points"
 ASKED = {NEEDLES: "needles", "multi-key, points": "keys"}
 """Columns of the suite whose right answers are told, and what one asks for; `NOVELS` is told as nats."""
 _BLOCK = re.compile(
-    r"(<!-- real models: (start|all|texts|field|questions|the run|of (.+?)) -->\n).*?(<!-- /real models -->)", re.DOTALL
+    r"(<!-- real models: (start|all|texts|sets|field|questions|the run|of (.+?)) -->\n).*?(<!-- /real models -->)",
+    re.DOTALL,
 )
 _EMBEDDED = re.compile(r"<!-- measured: ([^/]+?) -->\n(.*?)<!-- /measured -->", re.DOTALL)
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
@@ -110,6 +113,7 @@ def written(page: str, models: Mapping[str, Mapping[str, Row]], rankings: Mappin
             "start": lambda: _start(models),
             "all": lambda: _all(models),
             "texts": lambda: _texts(models),
+            "sets": _sets,
             "field": lambda: _field(rankings),
             "questions": _questions,
             "the run": lambda: _run(models, rankings),
@@ -297,6 +301,41 @@ def _texts(models: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
             losses = [None if row is None else row.loss, *(there[name][text].get(plan) for text in TEXTS)]
             cells += ["-" if each is None else _told(each) for each in losses]
         yield f"| `{plan}` | {_bytes(rows[plan])} | {' | '.join(cells)} |"
+
+
+@cache
+def read_sets(records: Path = ROOT / "docs" / "records") -> dict[str, dict[str, dict[str, Record]]]:
+    """Return what was scored on `SETS`, by model, set and plan, of each model that was measured there."""
+    found: dict[str, dict[str, dict[str, Record]]] = {}
+    for name, folder in MODELS.items():
+        if (where := records / f"{folder}-longbench").is_dir():
+            there = [each for each in latest(read_records(where)) if each.error is None]
+            found[name] = {of: {each.label: each for each in there if each.text == of} for of in SETS}
+    return found
+
+
+def _sets() -> Iterator[str]:
+    """Scores on LongBench in hundredths: of `full`, and of each plan less these."""
+    for name, there in read_sets().items():
+        heads = [f"{SETS[of]} ({scored['full'].samples} examples)" for of, scored in there.items()]
+        yield f"| {name}: plan | bytes | {' | '.join(heads)} |"
+        yield "|---|---|" + "---|" * len(heads)
+        plans = dict.fromkeys(plan for scored in there.values() for plan in scored)
+        for plan in plans:
+            cells, shares = [], []
+            for scored in there.values():
+                each, full = scored.get(plan), scored["full"]
+                if each is None:
+                    cells.append("-")
+                elif each is full:
+                    cells.append(f"{100 * fmean(full.values['score']):.1f}")
+                else:
+                    lost = difference(each.values["score"], full.values["score"], top=1.0, scale=100)
+                    ends = lost.interval(1, signed=True)
+                    cells.append(f"{lost.value:+.1f}" + (f" ({ends})" if ends else ""))
+                if each is not None and each.bytes_held and each.bytes_full:
+                    shares.append(100 * each.bytes_held / each.bytes_full)
+            yield f"| `{plan}` | {max(shares):.0f} % | {' | '.join(cells)} |"
 
 
 def _all(models: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:

@@ -220,6 +220,14 @@ def test_records_are_those_of_one_process(tmp_path):
     assert sorted(map(str, measured(read_records(tmp_path)))) == sorted(map(str, measured(several)))
 
 
+def test_what_a_fork_has_compared_is_not_compared_again():
+    model, plans = Subject.load("demo-draft", dtype="float32"), contestants_of(["kvzip @ keep=0.5", "kivi4"])
+    task = Needle(lengths=(160,), depths=(0.1, 0.4, 0.6, 0.9), documents=1)
+    found = run(model, plans, [task], bandwidth=False, workers=2)
+    compared = [record.label for record in found if record.prefill_compared]
+    assert sorted(compared) == ["kivi4", "kvzip @ keep=0.5"]
+
+
 @pytest.fixture(scope="module")
 def dummy_tasks():
     text = generated_text(4000)
@@ -298,6 +306,19 @@ def test_workers_that_cannot_be_are_refused(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ArgumentError, match="darwin"):
         run(model, [FULL], [], workers=2)
+
+
+def in_a_daemon(pipe):
+    pipe.send((why_no_forks(torch.device("cpu")), workers_for(torch.device("cpu"), 1000, 4)))
+
+
+def test_a_daemon_scores_one_after_the_other():
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=in_a_daemon, args=(theirs,), daemon=True)
+    process.start()
+    why, workers = ours.recv()
+    process.join()
+    assert "daemon" in why and workers == 1
 
 
 def test_as_many_workers_as_threads_plans_and_memory_allow(monkeypatch):

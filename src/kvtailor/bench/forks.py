@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import connection, get_context
+from multiprocessing import connection, current_process, get_context
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ def why_no_forks(device: torch.device) -> str | None:
         return f"processes are forked under Linux alone, and this is {sys.platform}"
     if device.type != "cpu":
         return f"the model is on {device.type}, which a fork of this process cannot use"
+    if current_process().daemon:
+        return "this process is a daemon of multiprocessing, which may have no children"
     if (processes := started().size) > 1:
         return f"{processes} processes share the model (torchrun), and a fork is none of them"
     return None

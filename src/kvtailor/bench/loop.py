@@ -183,13 +183,19 @@ def _one_by_one(
             yield _of_one(task, sample, given, cell, failed)
         begun = begun or (scored and not cell.contestant.is_own)
 
+    kept = _kept_of(given)
+
     def score(cell: _Cell) -> Score:
-        return lambda step: _of_one(task, sample, given, cell.told_by(step), failed)
+        return lambda step: (_of_one(task, sample, given, cell.told_by(step), failed), kept.findings())
 
     for number, found in score_in_forks([score(cell) for cell in rest], given.workers, lambda n: rest[n].advance()):
         cell = rest[number]
         cell.finish()
-        record = replace(cell.blank, error=str(found)) if isinstance(found, LostFork) else found
+        if isinstance(found, LostFork):
+            record = replace(cell.blank, error=str(found))
+        else:
+            record, findings = found
+            kept.learn(findings)
         if record.error is not None:
             failed[cell.contestant.hash] = record.error
         yield record

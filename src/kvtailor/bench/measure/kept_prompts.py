@@ -32,7 +32,7 @@ from kvtailor.ops import dispatch
 from kvtailor.plan import Plan
 from kvtailor.types import Needs
 
-__all__ = ["NOT_SHARED", "TIMED", "KeptPrompts"]
+__all__ = ["NOT_SHARED", "TIMED", "Findings", "KeptPrompts"]
 
 NOT_SHARED = "it was asked for so (share=False, --share off)"
 TIMED = "the task times or weighs what a prefill takes"
@@ -47,6 +47,16 @@ class _Note:
 
     why: str | None = None
     compared: bool | None = None
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What has been found of sharing: kinds of pass that were compared, and `off`, `later` and `begun_later`."""
+
+    compared: frozenset[tuple[str, bool] | None]
+    off: str | None
+    later: bool
+    begun_later: int
 
 
 @dataclass
@@ -118,6 +128,16 @@ class KeptPrompts:
     def bytes(self) -> int:
         """Of all that is kept now."""
         return sum(entry.bytes for entries in self._kept.values() for entry in entries)
+
+    def findings(self) -> Findings:
+        """What has been found of sharing, such as by a fork of this process."""
+        return Findings(frozenset(self._compared), self.off, self.later, self.begun_later)
+
+    def learn(self, found: Findings) -> None:
+        """Take what a fork has found, so that the next one need not look again."""
+        self._compared |= found.compared
+        self.off, self.later = self.off or found.off, self.later and found.later
+        self.begun_later = max(self.begun_later, found.begun_later)
 
     def begin_record(self) -> None:
         """Begin to take note of what becomes of prompts."""

@@ -16,6 +16,7 @@ from kvtailor.bench.checks.fraud import Fraud
 from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.data.texts import named_texts
 from kvtailor.bench.forks import one_thread, workers_for
+from kvtailor.bench.measure.kept_prompts import KeptPrompts
 from kvtailor.bench.measure.statistics import FEWEST
 from kvtailor.bench.runner import contestants_of, plan_run, run
 from kvtailor.bench.safety.keys import cause_of, key_shape
@@ -164,7 +165,9 @@ class _Check:
         again: bool,
         progress: Progress,
     ):
-        self.subject, self.candidates, self.margin = subject, candidates, margin
+        # One for all stages, so that filled and read caches are compared once.
+        self.subject = replace(subject, kept=KeptPrompts())
+        self.candidates, self.margin = candidates, margin
         self.out, self.again, self.progress = out, again, progress
         self.tasks: list[Task] = [
             kind(
