@@ -29,6 +29,7 @@ from kvtailor.encode.contract import Codec, Sides, TwoSided
 from kvtailor.encode.settings import ByBlocks, InBits
 from kvtailor.ops.codes.gaussian import GaussianCodes, ResidualCodes
 from kvtailor.ops.codes.quant import packed_size
+from kvtailor.ops.dispatch import quantiser
 from kvtailor.ops.segments.coded import PairSegment, Whole
 from kvtailor.types import Layout
 
@@ -142,7 +143,7 @@ class Gaussian(ByBlocks, InBits, TwoSided, Codec):
     def _coded(self, states: Tensor, bits: int, projects: bool) -> GaussianCodes | ResidualCodes:
         if projects:
             return ResidualCodes.of(states, bits, self.projection, keep_norm=self.keep_norm)
-        return GaussianCodes.of(states, bits, keep_norm=self.keep_norm)
+        return quantiser(states).bell(states, bits, keep_norm=self.keep_norm)
 
 
 def _bytes_of(size: int, element_size: int, bits: int, projects: bool) -> float:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from kvtailor.ops.attention.cpu.attention import merge as merge_on_cpu
 from kvtailor.ops.attention.cpu.prompt import attend_with_mass, unsuited_prompt
 from kvtailor.ops.attention.cpu.sides import map_queries, map_sums, unsuited, unsuited_coordinates, unsuited_turned
 from kvtailor.ops.codes import quantise_cpu
+from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.nonuniform import LevelCodes, coded_by_levels
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import Library, library
@@ -83,22 +84,29 @@ class Quantiser:
         symmetric: of states and bits, as `TokenCodes.symmetric`.
         channels: of states, bits and group, as `ChannelCodes.of`.
         levels: as `coded_by_levels`.
+        bell: as `GaussianCodes.of`.
     """
 
     tokens: Callable[[Tensor, int, int], TokenCodes]
     symmetric: Callable[[Tensor, int], TokenCodes]
     channels: Callable[[Tensor, int, int], ChannelCodes]
     levels: Callable[..., LevelCodes]
+    bell: Callable[..., GaussianCodes]
 
 
 _PLAIN = Quantiser(
-    tokens=TokenCodes.of, symmetric=TokenCodes.symmetric, channels=ChannelCodes.of, levels=coded_by_levels
+    tokens=TokenCodes.of,
+    symmetric=TokenCodes.symmetric,
+    channels=ChannelCodes.of,
+    levels=coded_by_levels,
+    bell=GaussianCodes.of,
 )
 _ON_CPU = Quantiser(
     tokens=quantise_cpu.token_codes,
     symmetric=quantise_cpu.symmetric_codes,
     channels=quantise_cpu.channel_codes,
     levels=quantise_cpu.level_codes,
+    bell=quantise_cpu.bell_codes,
 )
 
 
@@ -312,7 +320,7 @@ def newest_alike(directions: Tensor) -> Callable[..., Tensor] | None:
 
 
 def quantiser(states: Tensor) -> Quantiser:
-    """What makes codes of these states (m, s, c); every form gives the same bytes, steps and minima."""
+    """What makes codes of these states (m, s, c); every form gives the same bytes, steps and minima on a CPU."""
     if forced() == "reference":
         return _PLAIN
     if on_triton(states.device, "codes"):
@@ -352,4 +360,4 @@ def _packed_by_triton() -> Quantiser:
         made = on_gpu.channel_codes if on_gpu.why_not_packed(states, bits) is None else ChannelCodes.of
         return made(states, bits, group)
 
-    return Quantiser(tokens=tokens, symmetric=symmetric, channels=channels, levels=coded_by_levels)
+    return replace(_PLAIN, tokens=tokens, symmetric=symmetric, channels=channels)

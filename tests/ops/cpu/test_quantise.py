@@ -10,14 +10,22 @@ from tests.ops.cpu.coded_layouts import every_dtype, every_variant, needs_built
 from torch import Tensor
 
 from kvtailor.ops.codes import quantise_cpu as quantise
+from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.nonuniform import LevelCodes, coded_by_levels
 from kvtailor.ops.codes.quant import unpack
-from kvtailor.ops.codes.quantise_cpu import channel_codes, level_codes, symmetric_codes, token_codes, unsuited_states
+from kvtailor.ops.codes.quantise_cpu import (
+    bell_codes,
+    channel_codes,
+    level_codes,
+    symmetric_codes,
+    token_codes,
+    unsuited_states,
+)
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import Library
 
 pytestmark = needs_built
-Codes = TokenCodes | ChannelCodes | LevelCodes
+Codes = TokenCodes | ChannelCodes | LevelCodes | GaussianCodes
 # (m, s, c): 63 tokens, odd heads, sizes that no vector divides, one token, none.
 SIZES = [(2, 63, 128), (3, 70, 24), (1, 1, 80), (5, 33, 5), (2, 0, 16), (0, 7, 16), (1, 130, 1)]
 
@@ -100,6 +108,44 @@ def test_levels_of_any_strides_and_threads(library: Library, threads: int, by_ch
     for states in (whole[:, 5:680], whole[..., 8:40], whole[..., ::2], by_token, whole[:, :1].expand(2, 40, 48)):
         found = level_codes(states, 3, 64, 0.02, by_channel=by_channel, using=library)
         assert_same(found, coded_by_levels(states, 3, 64, 0.02, by_channel=by_channel))
+
+
+@every_variant
+@every_dtype
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("keep_norm", [True, False], ids=["norm kept", "norm of the levels"])
+def test_a_bell_of_every_size(library: Library, dtype: torch.dtype, bits: int, keep_norm: bool) -> None:
+    for seed, shape in enumerate([*filter(all, SIZES), (2, 9, 15), (1, 40, 256)]):
+        for scale in (1.0, 1e-4, 200.0):
+            states = states_of(seed, torch.float32, *shape).mul(scale).to(dtype)
+            states[:, 4:5] *= 20
+            found = bell_codes(states, bits, keep_norm=keep_norm, using=library)
+            assert_same(found, GaussianCodes.of(states, bits, keep_norm=keep_norm))
+
+
+@every_variant
+@every_dtype
+def test_a_bell_at_the_ends_of_a_dtype(library: Library, dtype: torch.dtype) -> None:
+    """Squares overflow float32, or vanish; a length is beyond the dtype; all is zero."""
+    info = torch.finfo(dtype)
+    for scale in (info.tiny, info.max / 8, info.max):
+        states = (states_of(1, torch.float32, 2, 20, 64).clamp(-1, 1) * min(scale, 3e38)).to(dtype)
+        found = bell_codes(states, 3, keep_norm=True, using=library)
+        assert found.scale.isfinite().all()
+        assert_same(found, GaussianCodes.of(states, 3, keep_norm=True))
+    assert bell_codes(torch.zeros(2, 0, 16, dtype=dtype), 4, keep_norm=True, using=library).codes.shape == (2, 0, 8)
+    assert not bell_codes(torch.zeros(1, 3, 24, dtype=dtype), 4, keep_norm=True, using=library).decode().any()
+
+
+@every_variant
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_bell_of_any_strides_and_threads(library: Library, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantise, "_SMALL", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    whole = states_of(5, torch.bfloat16, 3, 300, 2 * 48)
+    for states in (whole.transpose(0, 1), whole[:, ::3], whole[..., :48], whole[..., ::2]):
+        found = bell_codes(states, 4, keep_norm=True, using=library)
+        assert_same(found, GaussianCodes.of(states, 4, keep_norm=True))
 
 
 @every_variant

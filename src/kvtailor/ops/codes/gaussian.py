@@ -43,8 +43,15 @@ def of_unit_variance(states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     top = part.abs().amax(-1, keepdim=True)
     top = torch.where(top > 0, top, 1.0)
     part = part / top
-    norm = part.norm(dim=-1, keepdim=True)
+    norm = _length(part)
     return part * (math.sqrt(states.shape[-1]) / torch.where(norm > 0, norm, 1.0)), norm, top
+
+
+def _length(vectors: Tensor) -> Tensor:
+    """(..., 1) float32 of vectors (..., c): on a CPU summed in float64, so that order does not tell, as in bell.h."""
+    wide = torch.float64 if vectors.device.type == "cpu" else torch.float32
+    length: Tensor = vectors.norm(dim=-1, keepdim=True, dtype=wide)
+    return length.float()
 
 
 def scale_back(norm: Tensor, top: Tensor, made: Tensor | float, dtype: torch.dtype) -> Tensor:
@@ -137,7 +144,7 @@ class GaussianCodes(Coded):
         for at in pieces(lanes, slots, size, _PIECE):
             unit, norm, top = of_unit_variance(states[at])
             found = count_below(unit, middle)
-            made = levels[found.int()].norm(dim=-1, keepdim=True) if keep_norm else math.sqrt(size)
+            made = _length(levels[found.int()]) if keep_norm else math.sqrt(size)
             codes[at] = pack(found, bits)
             scale[at] = scale_back(norm, top, made, states.dtype)
         return cls(bits=bits, size=size, codes=codes, scale=scale)

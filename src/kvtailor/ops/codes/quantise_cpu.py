@@ -1,22 +1,25 @@
-"""Codes of states in C++: bytes and tables of `ops.codes.sides` and `ops.codes.nonuniform`, in one pass over states."""
+"""Codes of states in C++: bytes and tables of `sides`, `nonuniform` and `gaussian` here, in one pass over states."""
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
+from kvtailor.ops.codes.gaussian import GaussianCodes, gaussian_levels
 from kvtailor.ops.codes.nonuniform import ChannelLevels, LevelCodes, TokenLevels, largest
 from kvtailor.ops.codes.quant import largest_step, packed_size
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
-from kvtailor.ops.cpu.library import DTYPES, Coding, Fitting, Library, library
+from kvtailor.ops.cpu.library import DTYPES, Bell, Coding, Fitting, Library, library
 
-__all__ = ["channel_codes", "level_codes", "symmetric_codes", "token_codes", "unsuited_states"]
+__all__ = ["bell_codes", "channel_codes", "level_codes", "symmetric_codes", "token_codes", "unsuited_states"]
 
 # Below so many states a barrier costs more than a second thread brings.
 _SMALL = 1 << 17
 # What tells how much scratch a kernel takes.
-_SCRATCH = {"code": "coding_scratch", "fit": "fitting_scratch"}
+_SCRATCH = {"code": "coding_scratch", "fit": "fitting_scratch", "bell": "bell_scratch"}
 
 
 def unsuited_states(states: Tensor) -> str | None:
@@ -94,6 +97,32 @@ def level_codes(
     return made.of(states, bits, group, codes=codes, low=low, reach=reach, levels=fitted, far=far, whole=whole)
 
 
+def bell_codes(states: Tensor, bits: int, *, keep_norm: bool, using: Library | None = None) -> GaussianCodes:
+    """`GaussianCodes.of`; see `token_codes`."""
+    lanes, slots, size = states.shape
+    borders, squares = _bell(bits)
+    codes = huge_pages.empty((lanes, slots, packed_size(size, bits)), torch.uint8)
+    scale = huge_pages.new_empty(states, (lanes, slots, 1))
+    call = Bell(
+        borders=borders.data_ptr(),
+        squares=squares.data_ptr() if keep_norm else None,
+        codes=codes.data_ptr(),
+        scale=scale.data_ptr(),
+        bits=bits,
+        largest=largest(states.dtype),
+    )
+    _run(call, states, "bell", using)
+    return GaussianCodes(bits=bits, size=size, codes=codes, scale=scale)
+
+
+@cache
+def _bell(bits: int) -> tuple[Tensor, Tensor]:
+    """Borders (2^bits - 1,) float32 between the levels of a bell, and their squares (2^bits,) float64."""
+    with torch.inference_mode(False):
+        levels = gaussian_levels(bits)
+        return (levels[1:] + levels[:-1]) / 2, levels.double().square()
+
+
 def _tables(states: Tensor, rows: int, group: int) -> Tensor:
     return huge_pages.new_empty(states, (states.shape[0], rows, states.shape[2] // group))
 
@@ -117,8 +146,8 @@ def _codes(
     return codes
 
 
-def _run(call: Coding | Fitting, states: Tensor, operation: str, using: Library | None) -> None:
-    """Tell a call of the states (m, s, c), and run it: "code" or "fit"."""
+def _run(call: Coding | Fitting | Bell, states: Tensor, operation: str, using: Library | None) -> None:
+    """Tell a call of the states (m, s, c), and run it: "code", "fit" or "bell"."""
     used = using or library()
     assert used is not None, "asked for a kernel that was not built"
     read = states if states.stride(-1) == 1 else states.contiguous()

@@ -237,19 +237,8 @@ struct RunOfStates {
 
   // How many middles lie below each number.
   APART PLAIN_LOOPS void code_token(const float* state, const float* middles) const {
-    const int64_t borders = many - 1;
-    for (int64_t c = 0; c < wide; c += W) {
-      const F z = load<F>(state + c);
-      I code{};
-      if (many <= 16) {
-        for (int64_t i = 0; i < borders; i++) code -= middles[i] < z;
-      } else {
-        // 2^bits - 1 borders: each step of a search halves what is left.
-        for (int64_t half = many / 2; half; half /= 2)
-          for (int j = 0; j < W; j++) code[j] += middles[code[j] + half - 1] < z[j] ? (int32_t)half : 0;
-      }
-      store_bytes(codes + c, __builtin_convertvector(code, F));
-    }
+    for (int64_t c = 0; c < wide; c += W)
+      store_bytes(codes + c, __builtin_convertvector(borders_below(load<F>(state + c), middles, many), F));
   }
 
   // Tokens first..first + count of a lane, which are run `row` of all lanes.

@@ -4,7 +4,7 @@
 #include "vectors.h"
 
 // Raised, here and in library.py, with each change of a structure that Python fills, or of what a function takes or means.
-constexpr int32_t ABI = 4;
+constexpr int32_t ABI = 5;
 
 enum Kind {
   FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5, BLOCK_LEVELS = 6,

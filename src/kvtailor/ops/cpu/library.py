@@ -25,6 +25,7 @@ __all__ = [
     "DTYPES",
     "VARIANTS",
     "Alike",
+    "Bell",
     "Call",
     "Choice",
     "Coding",
@@ -53,7 +54,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 VARIANTS = ("avx512vnni", "avx2", "dotprod", "portable")
 _FOLDER = Path(__file__).parent
 # `ABI` of layouts.h. Both are raised with each change of a structure below, or of what a function takes or means.
-ABI = 4
+ABI = 5
 # Functions that give a number of floats.
 _COUNTS = (
     "kvtailor_scratch",
@@ -62,6 +63,7 @@ _COUNTS = (
     "kvtailor_kept",
     "kvtailor_coding_scratch",
     "kvtailor_fitting_scratch",
+    "kvtailor_bell_scratch",
     "kvtailor_choice_scratch",
     "kvtailor_pages_scratch",
     "kvtailor_prompt_scratch",
@@ -256,6 +258,18 @@ class Fitting(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("lane_bytes", "slot_bytes", "kind")),
         *((name, ctypes.c_int64) for name in ("lanes", "slots", "size", "bits", "group", "by_token", "threads")),
         *((name, ctypes.c_double) for name in ("share", "largest")),
+    ]
+
+
+class Bell(ctypes.Structure):
+    """`Bell` of bell.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("states", "borders", "squares", "codes", "scale")),
+        *((name, ctypes.c_void_p) for name in ("scratch", "parallel_for")),
+        *((name, ctypes.c_int64) for name in ("lane_bytes", "slot_bytes", "kind")),
+        *((name, ctypes.c_int64) for name in ("lanes", "slots", "size", "bits", "threads")),
+        ("largest", ctypes.c_double),
     ]
 
 

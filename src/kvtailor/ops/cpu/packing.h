@@ -7,6 +7,9 @@
 
 namespace {
 
+constexpr int64_t SOON = 8;     // the token after so many is asked for before it is read
+constexpr int64_t TOKENS = 64;  // that are a piece of work, where scales are those of a token
+
 int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Number i of a table becomes x; gives what it then is.
@@ -28,6 +31,19 @@ static inline void store_bytes(uint8_t* to, F codes) {
 #else
   store(to, __builtin_convertvector(numbers, B));
 #endif
+}
+
+// How many of `many` - 1 ascending borders lie below each number.
+static inline I borders_below(F z, const float* borders, int64_t many) {
+  I code{};
+  if (many <= 16) {
+    for (int64_t i = 0; i + 1 < many; i++) code -= borders[i] < z;
+  } else {
+    // 2^bits - 1 borders: each step of a search halves what is left.
+    for (int64_t half = many / 2; half; half /= 2)
+      for (int j = 0; j < W; j++) code[j] += borders[code[j] + half - 1] < z[j] ? (int32_t)half : 0;
+  }
+  return code;
 }
 
 // Bits `shift` to `shift` + WIDTH of all codes; `codes` goes on with zeros as far as the last byte does.

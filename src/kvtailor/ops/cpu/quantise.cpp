@@ -2,6 +2,7 @@
 //
 // Every number is made by the operations that ops.quant names, in their order and in float32, so that all bytes are the
 // same. Only the sign of a minimum that is zero is left open, there as well as here.
+#include "bell.h"
 #include "fitting.h"
 #include "packing.h"
 
@@ -19,9 +20,6 @@ struct Coding {
 };
 
 namespace {
-
-constexpr int64_t SOON = 8;     // the token after so many is asked for before it is read
-constexpr int64_t TOKENS = 64;  // that are a piece of work, where scales are those of a token
 
 // Floats of one thread: a token's states, or a vector; steps and minima by channel; codes and what fills their last byte.
 int64_t scratch_of(const Coding& call) { return 3 * call.size + W + ceiling(call.size + 8, 4); }
@@ -167,4 +165,12 @@ int32_t kvtailor_code(const Coding* call) {
 int64_t kvtailor_fitting_scratch(const Fitting* call) { return call->threads * scratch_of(*call); }
 
 int32_t kvtailor_fit(const Fitting* call) { return fit(*call); }
+
+int64_t kvtailor_bell_scratch(const Bell* call) { return call->threads * scratch_of(*call); }
+
+int32_t kvtailor_bell(const Bell* call) {
+  if (call->kind == FLOAT32) return by_bell<F32>(*call);
+  if (call->kind == BFLOAT16) return by_bell<BF16>(*call);
+  return by_bell<F16>(*call);
+}
 }
