@@ -42,7 +42,11 @@ MODELS = {"SmolLM2-135M": "smollm2-135m", "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0
 """The folder of records in docs/records of each model."""
 TEXTS = {"c4": "C4", "kvtailor-engine.py.txt": "Python"}
 """Texts of the records in docs/records/MODEL-texts."""
-SETS = {"longbench/multifieldqa_zh": "multifieldqa_zh, F1", "longbench/passage_retrieval_zh": "passage_retrieval_zh"}
+SETS = {
+    "longbench/multifieldqa_zh": "multifieldqa_zh, F1",
+    "longbench/passage_retrieval_zh": "passage_retrieval_zh, right",
+    "longbench/multi_news": "multi_news, ROUGE-L",
+}
 """Sets of the records in docs/records/MODEL-longbench, with what is scored."""
 LATER = "later questions"
 """What records in docs/records/MODEL-questions are of."""
@@ -310,13 +314,16 @@ def read_sets(records: Path = ROOT / "docs" / "records") -> dict[str, dict[str, 
     for name, folder in MODELS.items():
         if (where := records / f"{folder}-longbench").is_dir():
             there = [each for each in latest(read_records(where)) if each.error is None]
-            found[name] = {of: {each.label: each for each in there if each.text == of} for of in SETS}
+            sets = {of: {each.label: each for each in there if each.text == of} for of in SETS}
+            found[name] = {of: scored for of, scored in sets.items() if scored}
     return found
 
 
 def _sets() -> Iterator[str]:
-    """Scores on LongBench in hundredths: of `full`, and of each plan less these."""
-    for name, there in read_sets().items():
+    """Scores on LongBench, of 100: of `full`, and of each plan less these."""
+    for i, (name, there) in enumerate(read_sets().items()):
+        if i:
+            yield ""
         heads = [f"{SETS[of]} ({scored['full'].samples} examples)" for of, scored in there.items()]
         yield f"| {name}: plan | bytes | {' | '.join(heads)} |"
         yield "|---|---|" + "---|" * len(heads)
@@ -328,9 +335,9 @@ def _sets() -> Iterator[str]:
                 if each is None:
                     cells.append("-")
                 elif each is full:
-                    cells.append(f"{100 * fmean(full.values['score']):.1f}")
+                    cells.append(f"{fmean(full.values['score']):.1f}")
                 else:
-                    lost = difference(each.values["score"], full.values["score"], top=1.0, scale=100)
+                    lost = difference(each.values["score"], full.values["score"], top=100.0)
                     ends = lost.interval(1, signed=True)
                     cells.append(f"{lost.value:+.1f}" + (f" ({ends})" if ends else ""))
                 if each is not None and each.bytes_held and each.bytes_full:
