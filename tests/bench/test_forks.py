@@ -1,10 +1,12 @@
 """Plans are scored side by side in forks, and give what they give one after the other."""
 
+import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from dataclasses import replace
@@ -112,6 +114,7 @@ def test_a_warning_is_given_once_where_all_can_see_it():
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
         outcomes([warns] * 5)
+        outcomes([warns] * 2)
     assert [str(each.message) for each in found] == ["half of it is missing"] and found[0].filename == __file__
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("ignore")
@@ -120,8 +123,101 @@ def test_a_warning_is_given_once_where_all_can_see_it():
 
 
 def test_what_cannot_be_sent_is_an_error_with_a_sentence():
-    with pytest.raises(RuntimeError, match=r"pickle|lambda"):
+    with pytest.raises(RuntimeError, match="a function that cannot be pickled"):
         outcomes([lambda advance: lambda: None])
+
+
+class Odd(ValueError):
+    """Cannot be made again from its arguments."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+class Hidden(Exception):
+    def __reduce__(self):
+        return str, ("no error",)
+
+
+@pytest.mark.parametrize("error", [Odd("this", "that"), Hidden("this and that")])
+def test_an_error_that_cannot_be_sent_keeps_its_words_and_its_place(error):
+    def odd_inside(advance):
+        raise error
+
+    with pytest.raises(RuntimeError, match=f"{type(error).__name__}: this and that") as raised:
+        outcomes([odd_inside])
+    assert "odd_inside" in raised.value.__notes__[0]
+
+
+def test_a_warning_of_a_kind_that_cannot_be_sent_costs_no_result():
+    class Local(UserWarning):
+        pass
+
+    def warns(advance):
+        warnings.warn("of a local kind", Local, stacklevel=1)
+        return 3
+
+    with pytest.warns(UserWarning, match="of a local kind"):
+        assert outcomes([warns, warns]) == {0: 3, 1: 3}
+
+
+def test_a_thread_that_logs_or_lives_on_holds_up_no_fork(tmp_path):
+    log = logging.getLogger("test of forks")
+    handler, stop = logging.FileHandler(tmp_path / "log"), threading.Event()
+    log.addHandler(handler)
+
+    def write():
+        while not stop.is_set():
+            log.warning("x" * 10000)
+
+    def call(advance):
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        log.warning("from a fork")
+        return 1
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    begun = time.monotonic()
+    try:
+        for _ in range(20):
+            assert outcomes([call] * 2) == {0: 1, 1: 1}
+    finally:
+        stop.set()
+        writer.join()
+        log.removeHandler(handler)
+    assert time.monotonic() - begun < 40 and not multiprocessing.active_children()
+
+
+CLOSED = """
+import os
+from kvtailor.bench.forks import score_in_forks
+
+os.close(1)
+found = dict(score_in_forks([lambda advance: print("said") or 5] * 2, 2, lambda number: None))
+os.write(2, str(found).encode())
+"""
+
+
+def test_an_output_that_was_closed_is_no_matter():
+    found = subprocess.run([sys.executable, "-c", CLOSED], capture_output=True, text=True, timeout=60)
+    assert "{0: 5, 1: 5}" in found.stderr or "{1: 5, 0: 5}" in found.stderr, found.stderr
+
+
+def test_what_goes_wrong_between_two_records_ends_the_forks(dummy_tasks):
+    caches = {name: DummyCache(keep=20 + number) for number, name in enumerate(["one", "two", "three", "four"])}
+    plans = [FULL, *map(contestant, caches)]
+
+    def finish(record):
+        if record.label != "full":
+            raise KeyboardInterrupt
+
+    try:
+        run(subject(CountingModel(), **caches), plans, dummy_tasks, bandwidth=False, workers=2, finish=finish)
+    except KeyboardInterrupt as kept:
+        # The traceback holds every frame.
+        assert kept.__traceback__ is not None and not multiprocessing.active_children()
+    else:
+        pytest.fail("it went on")
 
 
 def test_a_fork_that_dies_loses_its_own_call_alone():
@@ -200,7 +296,8 @@ def tasks():
 
 def measured(records):
     return [
-        (r.key, r.label, r.task, dict(r.point), dict(r.metrics), dict(r.values), r.bytes_held, r.prefill, r.error)
+        (r.key, r.label, r.task, dict(r.point), dict(r.metrics), dict(r.values), r.bytes_held, r.bytes_alive, r.notes)
+        + (r.prefill, r.prefill_own, r.reads_held, r.rounding, r.error)
         for r in records
     ]
 

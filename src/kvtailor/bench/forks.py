@@ -3,7 +3,8 @@
 A fork begins with all that this process has: the model, the sample, and the prompts that are kept for all plans. So
 nothing is loaded or sent, and memory is taken only for what a fork itself makes. Each fork computes in one thread: of a
 small model a second thread takes off little, and the threads of OpenMP do not live on in a fork anyway. A fork scores
-one plan after the other, as they are free; a plan whose fork dies has a record that says so.
+one plan after the other, as they are free; a plan whose fork dies has a record that says so. What loggers say in a fork
+is not written; warnings come here.
 
 For a model on a CPU, under Linux alone: an accelerator cannot be used in a fork, and other systems' libraries are not
 made for it.
@@ -11,8 +12,8 @@ made for it.
 
 from __future__ import annotations
 
-import gc
 import io
+import logging
 import os
 import pickle
 import signal
@@ -20,7 +21,7 @@ import sys
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection, current_process, get_context
@@ -42,6 +43,8 @@ _EACH = 1 << 30
 _CACHES = 4
 """So many uncompressed caches a fork has at once: one that is filled, its parts, and what a method makes of them."""
 _SECONDS_TO_END = 5.0
+# What was said once is not said again, as where nothing is forked.
+_WARNED: dict[Any, Any] = {}
 
 
 class LostFork(KvtailorError):
@@ -54,6 +57,8 @@ def why_no_forks(device: torch.device) -> str | None:
         return f"processes are forked under Linux alone, and this is {sys.platform}"
     if device.type != "cpu":
         return f"the model is on {device.type}, which a fork of this process cannot use"
+    if torch.cuda.is_initialized():
+        return "CUDA has begun in this process, and cannot go on in a fork of it"
     if current_process().daemon:
         return "this process is a daemon of multiprocessing, which may have no children"
     if (processes := started().size) > 1:
@@ -104,7 +109,9 @@ def one_thread(workers: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def score_in_forks(scores: Sequence[Score], workers: int, advance: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
+def score_in_forks(
+    scores: Sequence[Score], workers: int, advance: Callable[[int], None]
+) -> Generator[tuple[int, Any], None, None]:
     """Yield what each call returns with its number, as they end.
 
     Args:
@@ -116,7 +123,7 @@ def score_in_forks(scores: Sequence[Score], workers: int, advance: Callable[[int
         Exception: the first that a call raised; the other forks have been ended then. A call whose fork died gives a
             `LostFork` in place of what it returns.
     """
-    waiting, forks, warned = deque(range(len(scores))), list[_Fork](), dict[Any, Any]()
+    waiting, forks = deque(range(len(scores))), list[_Fork]()
     try:
         while waiting or forks:
             while waiting and len(forks) < workers:
@@ -126,7 +133,7 @@ def score_in_forks(scores: Sequence[Score], workers: int, advance: Callable[[int
             for fork in [each for each in forks if each.pipe in ready]:
                 told = fork.told()
                 for said in () if told is None else told.warned:
-                    warnings.warn_explicit(*said, registry=warned)
+                    warnings.warn_explicit(*said, registry=_WARNED)
                 if told is None:
                     forks.remove(fork)
                     yield fork.number, fork.lost()
@@ -189,26 +196,35 @@ class _Fork:
         how = f"signal {-code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"exit code {code}"
         likely = ", as where memory runs out" if code == -signal.SIGKILL else ""
         self.pipe.close()
-        return LostFork(
-            f"the process that scored it was ended by {how}{likely}: ask for fewer workers, or for one, which says more"
-        )
+        return LostFork(f"the process that scored it was ended by {how}{likely}: one worker (--workers 1) says more")
 
     def end(self) -> None:
         """Let it go."""
         self.pipe.close()
         self.process.join(_SECONDS_TO_END)
+        if self.process.is_alive():
+            self.process.kill()
 
 
 def _begin(scores: Sequence[Score], others: Sequence[Any]) -> _Fork:
     context = get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(scores, theirs, [ours, *others]), daemon=True)
-    with warnings.catch_warnings():
-        # The threads that Python warns of are OpenMP's, idle and unused in the fork, and the terminal's.
-        warnings.filterwarnings("ignore", message=".*multi-?threaded.*fork", category=DeprecationWarning)
-        process.start()
+    _ignore_threads()
+    process.start()
     theirs.close()
     return _Fork(process, ours)
+
+
+def _ignore_threads() -> None:
+    """Have Python 3.12 and later not warn of threads: they are OpenMP's, idle and unused in a fork, and a terminal's.
+
+    Once, since with each change of its filters Python forgets what it has warned of.
+    """
+    told = ".*multi-?threaded.*fork"
+    there = any(getattr(each[1], "pattern", None) == told for each in warnings.filters)
+    if sys.version_info >= (3, 12) and not there:
+        warnings.filterwarnings("ignore", told, DeprecationWarning)
 
 
 def _work(scores: Sequence[Score], pipe: Any, of_others: Sequence[Any]) -> None:
@@ -218,13 +234,11 @@ def _work(scores: Sequence[Score], pipe: Any, of_others: Sequence[Any]) -> None:
     # While a fork holds the other end of another one's pipe, that one would not see that this process has died.
     for each in of_others:
         each.close()
-    # A thread that was writing when this process was forked holds the locks of these for ever.
-    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), line_buffering=True)
-    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), line_buffering=True)
+    # A thread that was writing when this process was forked holds the locks of these for ever, and those of logs.
+    sys.stdout, sys.stderr = _stream(1), _stream(2)
+    logging.disable()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
-    # What is there already is never collected here: to look at it would copy its pages.
-    gc.freeze()
 
     def step() -> None:
         try:
@@ -236,6 +250,17 @@ def _work(scores: Sequence[Score], pipe: Any, of_others: Sequence[Any]) -> None:
     with suppress(EOFError, OSError):
         while True:
             pipe.send(_outcome(scores[pipe.recv()], step))
+    sys.stdout.flush()
+    # Whatever threads a method has left here end too.
+    os._exit(0)
+
+
+def _stream(number: int) -> io.TextIOWrapper:
+    """A new stream for an open file; one that leads nowhere where it was closed."""
+    try:
+        return io.TextIOWrapper(io.FileIO(number, "w", closefd=False), line_buffering=True)
+    except OSError:
+        return open(os.devnull, "w")
 
 
 def _outcome(score: Score, advance: Callable[[], None]) -> _Told:
@@ -247,11 +272,31 @@ def _outcome(score: Score, advance: Callable[[], None]) -> _Told:
             if not isinstance(error, KvtailorError):
                 error.add_note("".join(traceback.format_exception(error)))
             told = _Told(error=error)
-    told.warned = tuple((str(each.message), each.category, each.filename, each.lineno) for each in caught)
+    told.warned = tuple((str(each.message), _kind(each.category), each.filename, each.lineno) for each in caught)
+    return told if _travels(told) else _in_words(told)
+
+
+def _kind(category: type[Warning]) -> type[Warning]:
+    """The kind of a warning, or where that cannot be sent, what all are."""
+    return category if _travels(category) else UserWarning
+
+
+def _travels(sent: Any) -> bool:
+    """Whether it can be sent, and an error is then of its kind."""
     try:
-        pickle.loads(pickle.dumps(told))
-    except Exception as error:
-        what = told.error if told.error is not None else error
-        kind = KvtailorError if isinstance(what, KvtailorError) else RuntimeError
-        told = _Told(error=kind(f"{type(what).__name__}: {what}"))
-    return told
+        found = pickle.loads(pickle.dumps(sent))
+    except Exception:
+        return False
+    return not isinstance(sent, _Told) or type(found.error) is type(sent.error)
+
+
+def _in_words(told: _Told) -> _Told:
+    """An outcome that cannot be sent, as an error that can."""
+    if told.error is None:
+        error: Exception = RuntimeError(f"what was scored is a {type(told.value).__name__} that cannot be pickled")
+    else:
+        kind = KvtailorError if isinstance(told.error, KvtailorError) else RuntimeError
+        error = kind(f"{type(told.error).__name__}: {told.error}")
+        for note in getattr(told.error, "__notes__", []):
+            error.add_note(note)
+    return _Told(error=error, warned=told.warned)

@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 
@@ -188,17 +188,19 @@ def _one_by_one(
     def score(cell: _Cell) -> Score:
         return lambda step: (_of_one(task, sample, given, cell.told_by(step), failed), kept.findings())
 
-    for number, found in score_in_forks([score(cell) for cell in rest], given.workers, lambda n: rest[n].advance()):
-        cell = rest[number]
-        cell.finish()
-        if isinstance(found, LostFork):
-            record = replace(cell.blank, error=str(found))
-        else:
-            record, findings = found
-            kept.learn(findings)
-        if record.error is not None:
-            failed[cell.contestant.hash] = record.error
-        yield record
+    going = score_in_forks([score(cell) for cell in rest], given.workers, lambda number: rest[number].advance())
+    with closing(going):
+        for number, found in going:
+            cell = rest[number]
+            cell.finish()
+            if isinstance(found, LostFork):
+                record = replace(cell.blank, error=str(found))
+            else:
+                record, findings = found
+                kept.learn(findings)
+            if record.error is not None:
+                failed[cell.contestant.hash] = record.error
+            yield record
 
 
 def blank_of(sample: Sample, blank: Record) -> Record:

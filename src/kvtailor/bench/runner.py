@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -290,7 +291,9 @@ def run(
                 found = _records_of(
                     job, replace(given, blank=with_threads, known=partial(_known, done[threads])), steps
                 )
-                made = [written(each) for each in found]
+                # Whatever happens between two records, forks that score the next ones end with it.
+                with closing(found):
+                    made = [written(each) for each in found]
                 records += _in_order(made, job) if given.workers > 1 else made
     else:
         finished_on = partial(finished, out if resume else None, subject.device, without=without)
@@ -310,7 +313,7 @@ def _said(machine: Mapping[str, object], name: str) -> object:
 
 def _is_forked(job: TaskJob) -> bool:
     """Whether plans of a task may be scored side by side."""
-    return isinstance(job.task, PlanByPlan) and not job.task.exclusive
+    return isinstance(job.task, PlanByPlan) and not (job.task.exclusive or job.task.one_process)
 
 
 def _in_order(records: Sequence[Record], job: TaskJob) -> list[Record]:
@@ -319,7 +322,7 @@ def _in_order(records: Sequence[Record], job: TaskJob) -> list[Record]:
     plans = [OWN.hash, *(each.hash for each in job.contestants)]
 
     def place(record: Record) -> tuple[int, int]:
-        sample = record.task, str(record.point), record.text_hash, record.state
+        sample = record.task, str(record.point), record.text, record.text_hash, record.state
         return samples.setdefault(sample, len(samples)), plans.index(record.plan_hash)
 
     return sorted(records, key=place)
@@ -352,7 +355,7 @@ def _jobs(tasks: Sequence[Task | TaskJob], contestants: Sequence[Contestant]) ->
     ]
 
 
-def _records_of(job: TaskJob, given: Given, steps: _Steps) -> Iterator[Record]:
+def _records_of(job: TaskJob, given: Given, steps: _Steps) -> Generator[Record, None, None]:
     """The records of all plans of a job."""
     why = job.why
     if job.task is not None:

@@ -92,7 +92,8 @@ def fit(
         state: random state of the search.
         executor: of a cluster; None: here. resources: what a cell takes of it.
         workers: so many plans are measured side by side, each in one thread (Linux, on the CPU); None: as many as there
-            are threads, or as free memory allows. Times are measured with all threads and nothing beside.
+            are threads, or as free memory allows. Times are measured with all threads and nothing beside. What `out`
+            has of another number of threads is measured anew.
         share: a piece of text goes through the model once for all plans; the numbers are the same without.
         progress: told how far it is.
 
