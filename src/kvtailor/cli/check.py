@@ -44,6 +44,11 @@ __all__ = ["command"]
     "--out", type=click.Path(file_okay=False, path_type=Path), help="--measure: folder for records; goes on there."
 )
 @click.option("--again", is_flag=True, help="--measure: measure anew what --out already has.")
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help="--measure: so many plans at once, each in one thread. Linux, on the CPU.  [as many as threads and memory]",
+)
 @click.option("--dtype", help="--measure: float32, bfloat16 or float16; otherwise the checkpoint's own.")
 @click.option("--cache-dtype", help=f"--measure: {CACHE_DTYPE_HELP[0].lower()}{CACHE_DTYPE_HELP[1:]}")
 @click.option("--device", help="--measure: such as cpu or cuda.")
@@ -136,7 +141,18 @@ def command(
 
 
 command.option_groups = {
-    "Measuring on the model": ("measure", "engine", "text", "margin", "out", "again", "dtype", "cache_dtype", "device"),
+    "Measuring on the model": (
+        "measure",
+        "engine",
+        "text",
+        "margin",
+        "out",
+        "again",
+        "workers",
+        "dtype",
+        "cache_dtype",
+        "device",
+    ),
 }
 
 
@@ -183,6 +199,7 @@ def _measure(
                 "margin": given["margin"] or MARGIN,
                 "out": out,
                 "again": given["again"],
+                "workers": given["workers"],
                 "progress": TerminalProgress(console, out, "A check"),
             }
             if engine is not None:

@@ -229,10 +229,9 @@ def test_what_a_plan_reads_is_probed_in_the_first_windows_alone(plain: Any) -> N
     assert all(r.rounding is None and r.reads_held is None for r in further)
 
 
-def test_plans_that_are_scored_side_by_side_are_judged_alike(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_that_are_scored_side_by_side_are_judged_alike() -> None:
     def checked(workers: int) -> Any:
-        monkeypatch.setattr(check_module, "workers_for", lambda device, weights, plans: workers)
-        return kvtailor.check_model("demo", plans=[*CODES, "streaming @ keep=0.25"], **SHORT)
+        return kvtailor.check_model("demo", plans=[*CODES, "streaming @ keep=0.25"], workers=workers, **SHORT)
 
     with one_thread(2):
         alone, several = checked(1), checked(2)

@@ -15,7 +15,7 @@ from kvtailor.bench.build import Text, make_task
 from kvtailor.bench.checks.fraud import Fraud
 from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.data.texts import named_texts
-from kvtailor.bench.forks import one_thread, workers_for
+from kvtailor.bench.forks import check_workers, one_thread, workers_for
 from kvtailor.bench.measure.kept_prompts import KeptPrompts
 from kvtailor.bench.measure.statistics import FEWEST
 from kvtailor.bench.runner import contestants_of, plan_run, run
@@ -57,6 +57,7 @@ def check_model(
     margin: float = MARGIN,
     out: str | Path | None = None,
     again: bool = False,
+    workers: int | None = None,
     progress: Progress | None = None,
 ) -> ModelCheck:
     """Return which plans are safe on a model, which harm it and why, and which to take, measured on the model.
@@ -83,6 +84,8 @@ def check_model(
         margin: nats a token that a safe plan loses at most.
         out: folder for the records; what it has already is not measured again. None: nothing is written.
         again: measure anew what `out` has.
+        workers: so many plans are measured side by side, each in one thread (Linux, on the CPU); None: as many as there
+            are threads, or as free memory allows. What `out` has of another number of threads is measured anew.
         progress: what is told meanwhile; None: nothing.
 
     Raises:
@@ -106,7 +109,11 @@ def check_model(
     candidates, without = candidates_of(subject, [str(each) for each in lines])
     if not candidates:
         raise KvtailorError(f"asked which plans are safe on {subject.name}: there is none that it can have")
-    check = _Check(subject, candidates, parts, size, margin, None if out is None else Path(out), again, told)
+    if workers is None:
+        weights = subject.weights()
+        workers = workers_for(subject.device, weights[1] if weights else 0, len(candidates))
+    check_workers(workers, subject.device)
+    check = _Check(subject, candidates, parts, size, margin, None if out is None else Path(out), again, workers, told)
     with warnings.catch_warnings():
         # What such a warning says is measured here.
         warnings.filterwarnings("ignore", message=".*key projections have a bias")
@@ -163,12 +170,13 @@ class _Check:
         margin: float,
         out: Path | None,
         again: bool,
+        workers: int,
         progress: Progress,
     ):
         # One for all stages, so that filled and read caches are compared once.
         self.subject = replace(subject, kept=KeptPrompts())
         self.candidates, self.margin = candidates, margin
-        self.out, self.again, self.progress = out, again, progress
+        self.out, self.again, self.workers, self.progress = out, again, workers, progress
         self.tasks: list[Task] = [
             kind(
                 text=part.text,
@@ -196,8 +204,6 @@ class _Check:
             for outside in (False, True)
         ]
         self.size, self.unanswered = size, ""
-        weights = subject.weights()
-        self.workers = workers_for(subject.device, weights[1] if weights else 0, len(candidates))
 
     def run(self) -> list[Record]:
         """Measure stage by stage, and return all records."""

@@ -119,6 +119,7 @@ def check_engine(
     margin: float = MARGIN,
     out: str | Path | None = None,
     again: bool = False,
+    workers: int | None = None,
     progress: Progress | None = None,
 ) -> EngineCheck:
     """Return what the cache types of a serving engine would cost a model, measured on it.
@@ -136,6 +137,7 @@ def check_engine(
         margin: nats a token that a safe type loses at most.
         out: folder for the records; what it has already is not measured again.
         again: measure anew what `out` has.
+        workers: see `check_model`.
         progress: what is told meanwhile; None: nothing.
 
     Raises:
@@ -158,6 +160,7 @@ def check_engine(
         margin=margin,
         out=out,
         again=again,
+        workers=workers,
         progress=progress,
     )
     limits = {each.option: each.limits for each in found.types}
