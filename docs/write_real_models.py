@@ -44,7 +44,6 @@ TEXTS = {"c4": "C4", "kvtailor-engine.py.txt": "Python"}
 """Texts of the records in docs/records/MODEL-texts."""
 SETS = {
     "longbench/multifieldqa_zh": "multifieldqa_zh, F1",
-    "longbench/passage_retrieval_zh": "passage_retrieval_zh, right",
     "longbench/multi_news": "multi_news, ROUGE-L",
 }
 """Sets of the records in docs/records/MODEL-longbench, with what is scored."""
