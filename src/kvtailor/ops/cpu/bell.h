@@ -24,10 +24,13 @@ namespace {
 
 constexpr int64_t PARTS = 8;
 
-int64_t padded_vector(int64_t size) { return (size + 15) / 16 * 16; }
+int64_t padded_vector(int64_t size) { return ceiling(size, 16) * 16; }
 
 // Floats of one thread: a vector; codes and what fills their last byte.
-int64_t scratch_of(const Bell& call) { return ceiling(padded_vector(call.size) + ceiling(padded_vector(call.size) + 8, 4), 16) * 16; }
+int64_t scratch_of(const Bell& call) {
+  const int64_t wide = padded_vector(call.size);
+  return ceiling(wide + ceiling(wide + 8, 4), 16) * 16;
+}
 
 struct Parts {
   double sums[PARTS] = {};
@@ -64,7 +67,7 @@ template <class T> struct BellPiece {
   }
 
   APART PLAIN_LOOPS void take(const char* from, int64_t place) const {
-    for (int64_t i = 0; i < size * T::BYTES; i += 64) __builtin_prefetch(from + SOON * call.slot_bytes + i);
+    ask_after<T>(call, from);
     widen(call.kind, from, size, vector);
     for (int64_t c = size; c < wide; c++) vector[c] = 0;
     F high{};
@@ -87,13 +90,10 @@ template <class T> struct BellPiece {
 };
 
 template <class T> int32_t by_bell(const Bell& call) {
-  const int64_t bytes = packed_bytes(call.size, call.bits), runs = ceiling(call.slots, TOKENS);
-  return share_out(call.lanes * runs, call.threads, call.parallel_for, [&](int64_t index, int64_t thread) {
+  const int64_t bytes = packed_bytes(call.size, call.bits);
+  return over_runs(call, TOKENS, [&](const RunOfTokens& run, int64_t thread) {
     const BellPiece<T> piece(call, bytes, call.scratch + thread * scratch_of(call));
-    const int64_t lane = index / runs, first = index % runs * TOKENS, place = lane * call.slots + first;
-    const int64_t count = call.slots - first < TOKENS ? call.slots - first : TOKENS;
-    const char* from = (const char*)call.states + lane * call.lane_bytes + first * call.slot_bytes;
-    for (int64_t t = 0; t < count; t++) piece.take(from + t * call.slot_bytes, place + t);
+    for (int64_t t = 0; t < run.count; t++) piece.take(run.states + t * call.slot_bytes, run.place + t);
   });
 }
 

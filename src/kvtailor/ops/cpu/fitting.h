@@ -241,12 +241,10 @@ struct RunOfStates {
       store_bytes(codes + c, __builtin_convertvector(borders_below(load<F>(state + c), middles, many), F));
   }
 
-  // Tokens first..first + count of a lane, which are run `row` of all lanes.
-  APART void take(int64_t lane, int64_t first, int64_t count, int64_t row, int64_t bytes) const {
-    const int64_t place = lane * call.slots + first;
-    const char* from = (const char*)call.states + lane * call.lane_bytes + first * call.slot_bytes;
+  APART void take(const RunOfTokens& tokens, int64_t bytes) const {
+    const int64_t place = tokens.place, count = tokens.count, row = tokens.number;
     for (int64_t t = 0; t < count; t++) {
-      widen(call.kind, from + t * call.slot_bytes, size, states + t * wide);
+      widen(call.kind, tokens.states + t * call.slot_bytes, size, states + t * wide);
       for (int64_t c = size; c < wide; c++) states[t * wide + c] = 0;
     }
     if (call.by_token) scale_tokens(dense(place), count, place);
@@ -270,11 +268,9 @@ struct RunOfStates {
 };
 
 int32_t fit(const Fitting& call) {
-  const int64_t runs = ceiling(call.slots, call.group), bytes = packed_bytes(call.size, call.bits);
-  return share_out(call.lanes * runs, call.threads, call.parallel_for, [&](int64_t index, int64_t thread) {
-    const RunOfStates run(call, call.scratch + thread * scratch_of(call));
-    const int64_t first = index % runs * call.group, left = call.slots - first;
-    run.take(index / runs, first, left < call.group ? left : call.group, index, bytes);
+  const int64_t bytes = packed_bytes(call.size, call.bits);
+  return over_runs(call, call.group, [&](const RunOfTokens& tokens, int64_t thread) {
+    RunOfStates(call, call.scratch + thread * scratch_of(call)).take(tokens, bytes);
   });
 }
 

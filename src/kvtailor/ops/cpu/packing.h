@@ -12,6 +12,27 @@ constexpr int64_t TOKENS = 64;  // that are a piece of work, where scales are th
 
 int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Tokens of a lane whose codes are one piece of work.
+struct RunOfTokens {
+  int64_t count, place, number;  // place: of the first among the tokens of all lanes; number: among the runs of all lanes
+  const char* states;
+};
+
+// Does a piece of work for every run of so many tokens of a call that has states by lanes and slots.
+template <class Call, class Each> int32_t over_runs(const Call& call, int64_t length, const Each& each) {
+  const int64_t runs = ceiling(call.slots, length);
+  return share_out(call.lanes * runs, call.threads, call.parallel_for, [&](int64_t number, int64_t thread) {
+    const int64_t lane = number / runs, first = number % runs * length, left = call.slots - first;
+    const char* states = (const char*)call.states + lane * call.lane_bytes + first * call.slot_bytes;
+    each(RunOfTokens{left < length ? left : length, lane * call.slots + first, number, states}, thread);
+  });
+}
+
+// A head's tokens in a model's own tensor lie too far apart for a core to look ahead by itself.
+template <class T, class Call> void ask_after(const Call& call, const char* token) {
+  for (int64_t i = 0; i < call.size * T::BYTES; i += 64) __builtin_prefetch(token + SOON * call.slot_bytes + i);
+}
+
 // Number i of a table becomes x; gives what it then is.
 template <class T> float put(void* table, int64_t i, float x) {
   const auto kept = rounded(T(), x);

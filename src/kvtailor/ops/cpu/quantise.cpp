@@ -83,13 +83,8 @@ template <class T> struct Piece {
     return kept > 0 ? kept : put<T>(call.step, place, FLAT);
   }
 
-  // A head's tokens in a model's own tensor lie too far apart for a core to look ahead by itself.
-  void ask_after(const char* token) const {
-    for (int64_t i = 0; i < size * T::BYTES; i += 64) __builtin_prefetch(token + SOON * call.slot_bytes + i);
-  }
-
   APART PLAIN_LOOPS void by_token(const char* from, int64_t place) const {
-    ask_after(from);
+    ask_after<T>(call, from);
     widen(call.kind, from, size, states);
     const int64_t groups = size / call.group;
     for (int64_t i = 0; i < groups; i++) {
@@ -115,7 +110,7 @@ template <class T> struct Piece {
       const int64_t some = size - c < W ? size - c : W;
       Range<F> range;
       for (int64_t t = 0; t < count; t++) {
-        if (c == 0) ask_after(from + t * call.slot_bytes);
+        if (c == 0) ask_after<T>(call, from + t * call.slot_bytes);
         const char* at = from + t * call.slot_bytes + c * T::BYTES;
         if (some < W) widen(call.kind, at, some, states), at = (const char*)states;
         range.take(some < W ? load<F>(at) : T::at(at));
@@ -139,14 +134,10 @@ template <class T> struct Piece {
 
 template <class T> int32_t code(const Coding& call) {
   const int64_t bytes = packed_bytes(call.size, call.bits);
-  const int64_t length = call.by_run ? call.group : TOKENS, runs = ceiling(call.slots, length);
-  return share_out(call.lanes * runs, call.threads, call.parallel_for, [&](int64_t index, int64_t thread) {
+  return over_runs(call, call.by_run ? call.group : TOKENS, [&](const RunOfTokens& run, int64_t thread) {
     const Piece<T> piece(call, bytes, call.scratch + thread * scratch_of(call));
-    const int64_t lane = index / runs, first = index % runs * length, place = lane * call.slots + first;
-    const int64_t count = call.slots - first < length ? call.slots - first : length;
-    const char* from = (const char*)call.states + lane * call.lane_bytes + first * call.slot_bytes;
-    if (call.by_run) return piece.by_run(from, count, place, index);
-    for (int64_t t = 0; t < count; t++) piece.by_token(from + t * call.slot_bytes, place + t);
+    if (call.by_run) return piece.by_run(run.states, run.count, run.place, run.number);
+    for (int64_t t = 0; t < run.count; t++) piece.by_token(run.states + t * call.slot_bytes, run.place + t);
   });
 }
 
