@@ -42,10 +42,7 @@ MODELS = {"SmolLM2-135M": "smollm2-135m", "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0
 """The folder of records in docs/records of each model."""
 TEXTS = {"c4": "C4", "kvtailor-engine.py.txt": "Python"}
 """Texts of the records in docs/records/MODEL-texts."""
-SETS = {
-    "longbench/multifieldqa_zh": "multifieldqa_zh, F1",
-    "longbench/multi_news": "multi_news, ROUGE-L",
-}
+SETS = {"longbench/multifieldqa_zh": "multifieldqa_zh, F1"}
 """Sets of the records in docs/records/MODEL-longbench, with what is scored."""
 LATER = "later questions"
 """What records in docs/records/MODEL-questions are of."""

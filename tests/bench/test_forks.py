@@ -17,6 +17,7 @@ import torch
 from click.testing import CliRunner
 from tests.support.bench.dummy import FULL, CountingModel, DummyCache, UniformModel, contestant, subject
 
+import kvtailor
 from kvtailor.bench import forks
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.data.texts import generated_text
@@ -414,6 +415,14 @@ def test_a_daemon_scores_one_after_the_other():
     why, workers = ours.recv()
     process.join()
     assert "daemon" in why and workers == 1
+
+
+def test_no_workers_are_refused_before_any_work(monkeypatch):
+    monkeypatch.setattr(Subject, "prefill", None)
+    with pytest.raises(ArgumentError, match="0 workers"):
+        kvtailor.check_model("demo-draft", plans=["kivi4"], workers=0)
+    with pytest.raises(ArgumentError, match="0 workers"):
+        kvtailor.fit("demo-draft", generated_text(20000), memory="25%", context=96, workers=0)
 
 
 def test_as_many_workers_as_threads_plans_and_memory_allow(monkeypatch):

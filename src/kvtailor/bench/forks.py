@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection, current_process, get_context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,7 +33,19 @@ from kvtailor.bench.measure.machine import free_bytes
 from kvtailor.errors import ArgumentError, KvtailorError
 from kvtailor.hf.model.processes import started
 
-__all__ = ["LostFork", "Score", "check_workers", "one_thread", "score_in_forks", "why_no_forks", "workers_for"]
+if TYPE_CHECKING:
+    from kvtailor.bench.subject import Subject
+
+__all__ = [
+    "LostFork",
+    "Score",
+    "check_workers",
+    "chosen_workers",
+    "one_thread",
+    "score_in_forks",
+    "why_no_forks",
+    "workers_for",
+]
 
 Score = Callable[[Callable[[], None]], Any]
 """Scores one plan; it is given what to call after each step."""
@@ -94,15 +106,30 @@ def check_workers(workers: int, device: torch.device) -> None:
         raise ArgumentError(f"asked for {workers} workers, but {why}: leave them out")
 
 
+def chosen_workers(subject: Subject, asked: int | None, *, plans: int | None = None, cache: int = 0) -> int:
+    """Return how many plans are scored side by side: as many as asked, or with None those of `workers_for`.
+
+    Raises:
+        ArgumentError: see `check_workers`.
+    """
+    if asked is None:
+        weights = subject.weights()
+        asked = workers_for(subject.device, weights[1] if weights else 0, plans, cache)
+    check_workers(asked, subject.device)
+    return asked
+
+
 @contextmanager
 def one_thread(workers: int) -> Iterator[None]:
     """While it is open, this process computes in one thread where there are several workers.
 
     What it scores itself is then rounded as the forks round, and can be compared with them to the last bit.
     """
+    if workers == 1:
+        yield
+        return
     before = torch.get_num_threads()
-    if workers > 1:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     try:
         yield
     finally:

@@ -79,6 +79,11 @@ class TaskJob:
         return tuple(each for each in self.contestants if each.missing or each.unfit is not None)
 
     @property
+    def hashes(self) -> list[str]:
+        """Those of its plans in their order, the model's own cache before them."""
+        return [OWN.hash, *(each.hash for each in self.contestants)]
+
+    @property
     def cells(self) -> int:
         """How many records it gives."""
         there = len(self.there)
@@ -229,7 +234,7 @@ def run(
     kept.begin_run(model_hash)
     subject, timed = replace(subject, kept=kept), replace(subject, kept=KeptPrompts(off=TIMED))
 
-    def blank(job: TaskJob) -> Callable[[Contestant], Record]:
+    def blank(job: TaskJob, machine: Mapping[str, object]) -> Callable[[Contestant], Record]:
         return lambda contestant: Record(
             run=name,
             started=started.isoformat(timespec="milliseconds"),
@@ -248,7 +253,7 @@ def run(
             task=job.kind,
             task_version=0 if job.task is None else job.task.version,
             asked=job.asked,
-            machine=here,
+            machine=machine,
         )
 
     path = _file(out, name)
@@ -265,12 +270,13 @@ def run(
     def given_for(job: TaskJob, steps: _Steps) -> Given:
         there = [calibrated[each.hash] for each in job.there]
         alone = job.task is not None and job.task.exclusive
+        at_once = workers if _is_forked(job) else 1
         return Given(
             subject=timed if alone else subject,
             contestants=there,
-            blank=blank(job),
+            blank=blank(job, here if at_once == 1 else {**here, "threads": 1}),
             advance=steps,
-            workers=workers if _is_forked(job) else 1,
+            workers=at_once,
         )
 
     work = [(job, steps, given_for(job, steps)) for job in jobs for steps in [_Steps(advance, job)]]
@@ -287,10 +293,7 @@ def run(
                     # Of processes that share a model, one knows what is there.
                     there = finished(out, subject.device, without=without) if resume and processes.first else {}
                     done[threads] = processes.broadcast(there)
-                with_threads = partial(_with_threads, given.blank, threads)
-                found = _records_of(
-                    job, replace(given, blank=with_threads, known=partial(_known, done[threads])), steps
-                )
+                found = _records_of(job, replace(given, known=partial(_known, done[threads])), steps)
                 # Whatever happens between two records, forks that score the next ones end with it.
                 with closing(found):
                     made = [written(each) for each in found]
@@ -319,19 +322,13 @@ def _is_forked(job: TaskJob) -> bool:
 def _in_order(records: Sequence[Record], job: TaskJob) -> list[Record]:
     """The records of a job as one process gives them: sample by sample, and of a sample in the order of the plans."""
     samples: dict[tuple[object, ...], int] = {}
-    plans = [OWN.hash, *(each.hash for each in job.contestants)]
+    plans = job.hashes
 
     def place(record: Record) -> tuple[int, int]:
         sample = record.task, str(record.point), record.text, record.text_hash, record.state
         return samples.setdefault(sample, len(samples)), plans.index(record.plan_hash)
 
     return sorted(records, key=place)
-
-
-def _with_threads(blank: Callable[[Contestant], Record], threads: int, contestant: Contestant) -> Record:
-    """A blank record that says in how many threads its plan is scored."""
-    record = blank(contestant)
-    return replace(record, machine={**record.machine, "threads": threads})
 
 
 def _check_processes(jobs: Sequence[TaskJob], processes: int) -> None:
@@ -420,7 +417,7 @@ def _records_of_cluster(
             resources=asked,
             ends_the_run=job.asked is None,
         )
-    plans = [[OWN.hash, *(each.hash for each in job.contestants)] for job, _, _ in work]
+    plans = [job.hashes for job, _, _ in work]
     for found, index, record in spread(list(jobs.values()), subject, executor):
         yield (found.number, index, plans[found.number].index(record.plan_hash)), record
     for number, (job, steps, given) in enumerate(work):

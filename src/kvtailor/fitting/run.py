@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvtailor.bench.forks import workers_for
+from kvtailor.bench.forks import chosen_workers
 from kvtailor.bench.measure.kept_prompts import NOT_SHARED, KeptPrompts
 from kvtailor.bench.resources import CellResources
 from kvtailor.bench.stages import Progress, Silent
@@ -139,10 +139,9 @@ def fit(
         raise KvtailorError(
             f"asked for a fit without {', '.join(lacking)}, of which stage 1 makes its plans: give stages=['structure']"
         )
-    if workers is None:
-        weights = subject.weights()
-        here = workers_for(subject.device, weights[1] if weights else 0, cache=sizer.full // batch)
-        workers = here if executor is None else 1
+    # A cluster's machines have workers of their own.
+    asked_workers = 1 if workers is None and executor is not None else workers
+    workers = chosen_workers(subject, asked_workers, cache=sizer.full // batch)
     kinds = None if tasks is None else [str(each) for each in tasks if not _is_answers(each)]
     subject.answer_for("fit")
     reachable(sizer, question, without)

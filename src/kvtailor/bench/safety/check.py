@@ -15,7 +15,7 @@ from kvtailor.bench.build import Text, make_task
 from kvtailor.bench.checks.fraud import Fraud
 from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.data.texts import named_texts
-from kvtailor.bench.forks import check_workers, one_thread, workers_for
+from kvtailor.bench.forks import chosen_workers, one_thread
 from kvtailor.bench.measure.kept_prompts import KeptPrompts
 from kvtailor.bench.measure.statistics import FEWEST
 from kvtailor.bench.runner import contestants_of, plan_run, run
@@ -109,11 +109,8 @@ def check_model(
     candidates, without = candidates_of(subject, [str(each) for each in lines])
     if not candidates:
         raise KvtailorError(f"asked which plans are safe on {subject.name}: there is none that it can have")
-    if workers is None:
-        weights = subject.weights()
-        workers = workers_for(subject.device, weights[1] if weights else 0, len(candidates))
-    check_workers(workers, subject.device)
-    check = _Check(subject, candidates, parts, size, margin, None if out is None else Path(out), again, workers, told)
+    chosen = chosen_workers(subject, workers, plans=len(candidates))
+    check = _Check(subject, candidates, parts, size, margin, None if out is None else Path(out), again, chosen, told)
     with warnings.catch_warnings():
         # What such a warning says is measured here.
         warnings.filterwarnings("ignore", message=".*key projections have a bias")
