@@ -33,7 +33,7 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 VNNI = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512", *AVX2]
 # Of 64-bit Arm since 2017: what the first processors lack are the products of bytes.
 DOTPROD = ["-march=armv8.2-a+dotprod"]
-INTEL = {"portable": ["-O2"], "avx2": AVX2, "avx512vnni": VNNI}
+INTEL = {"portable": ["-O2"], "avx2": AVX2, "avxvnni": [*AVX2, "-mavxvnni"], "avx512vnni": VNNI}
 ARM = {"portable": [], "dotprod": DOTPROD}
 # Where others run on all but processors of before 2013, the portable form is small.
 BY_MACHINE = {"x86_64": INTEL, "amd64": INTEL, "aarch64": ARM, "arm64": ARM}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.ops.cpu.coded_layouts import LAYOUTS, states_of
+from tests.ops.cpu.coded_layouts import GGML, LAYOUTS, states_of
 from torch import Tensor
 
 from kvtailor.ops import cpu
@@ -54,7 +54,7 @@ def numbers(layout: CodeLayout) -> Tensor:
     count = -(-layout.size // 2) if kind is CodeKind.POINTS else layout.size
     codes = unpack(layout.codes, layout.bits, count).long()
     if kind is CodeKind.TOKENS and layout.low is None:
-        return (codes.double() - (2 ** (layout.bits - 1) - 1)) * wide(step, layout)
+        return (codes.double() - layout.zero) * wide(step, layout)
     if kind is CodeKind.TOKENS:
         return codes.double() * wide(step, layout) + wide(layout.low, layout)
     if kind is CodeKind.CHANNELS:
@@ -101,6 +101,12 @@ def test_a_layout_says_what_codes_stand_for(name: str, size: int) -> None:
     moved = side.regather(torch.tensor([[2] * 20, [0] * 20]), torch.stack([torch.arange(20), torch.randperm(37)[:20]]))
     check(moved)
     assert layout_of(moved).codes is not layout_of(side).codes
+
+
+@pytest.mark.parametrize("format", GGML)
+def test_blocks_of_llama_cpp_have_one_where_they_are_whole(format: str) -> None:
+    check(GGML[format](states_of(7, torch.float32, 3, 37, 96)[0]))
+    assert GGML[format](states_of(7, torch.float32, 3, 37, 80)[0]).code_layout is None
 
 
 @pytest.mark.parametrize("name", ["plain", "channels4", "levels4"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ops.cpu.coded_layouts import LAYOUTS, every_dtype, states_of
+from tests.ops.cpu.coded_layouts import GGML, LAYOUTS, every_dtype, states_of
 from tests.ops.cpu.coded_truth import merges_ragged_lanes, same, truth
 from tests.support.seam.zoo import build, error, prompts
 
@@ -57,6 +57,17 @@ def test_every_layout(dtype: torch.dtype, layout: str, by_bytes: bool) -> None:
         query = torch.randn((b * h, g, t, d), generator=torch.Generator().manual_seed(9))
         found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1))
         assert same(found, truth(query, keys, values), 1e-4), (layout, s, d)
+
+
+@every_dtype
+@pytest.mark.parametrize("format", GGML)
+def test_blocks_of_llama_cpp(dtype: torch.dtype, format: str, by_bytes: bool) -> None:
+    for index, (n, g, t, s, d) in enumerate([(2, 4, 1, 63, 128), (3, 1, 1, 600, 64), (1, 7, 2, 300, 32)]):
+        keys, values = (GGML[format](states) for states in states_of(index, dtype, n, s, d))
+        assert unsuited(keys, values) is None
+        query = torch.randn((n, g, t, d), generator=torch.Generator().manual_seed(9))
+        found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1))
+        assert same(found, truth(query, keys, values), 1e-4), (format, s, d)
 
 
 def test_sides_of_unequal_width_masks_weights_and_large_queries(by_bytes: bool) -> None:

@@ -192,8 +192,8 @@ def _with_moments(
         counts = (ages[:, here] >= skip).to(torch.float32)
         before = turn(query[:, :, here].float(), -columns[here], rotation)
         new = counts.sum(-1)
-        new_mean = torch.einsum("bqtd,bt->bqd", before, counts) / new.clamp(min=1)[:, None, None]
-        apart = (before - new_mean[:, :, None]) * counts[:, None, :, None]
+        new_mean = (counts[:, None, None] @ before)[:, :, 0] / new.clamp(min=1)[:, None, None]
+        apart = before.sub_(new_mean[:, :, None]).mul_(counts[:, None, :, None])
         step, total = new_mean - mean, count + new
         share = (new / total.clamp(min=1))[:, None, None]
         spread = spread + apart.transpose(2, 3) @ apart

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes, ResidualCodes
+from kvtailor.ops.codes.ggml import FORMATS, GgmlCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.nonuniform import coded_by_levels
 from kvtailor.ops.codes.quant import largest_divisor
@@ -20,7 +21,7 @@ from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.cpu.library import built, load
 from kvtailor.ops.segments.coded import Coded, Whole
 
-__all__ = ["COARSE", "LAYOUTS", "every_dtype", "every_variant", "exact", "needs_built", "states_of", "width_of"]
+__all__ = ["COARSE", "GGML", "LAYOUTS", "every_dtype", "every_variant", "exact", "needs_built", "states_of", "width_of"]
 
 _LOADED = [each for each in map(load, built().values()) if each is not None]
 every_variant = pytest.mark.parametrize("library", _LOADED, ids=lambda each: each.variant)
@@ -60,6 +61,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Coded]] = {
     "channels4x5": partial(ChannelCodes.of, bits=4, group=5),
 }
 
+# Of sizes that blocks of 32 channels divide. Half of the steps are negative where a block has no minimum, but of q8_0.
+GGML: dict[str, Callable[[Tensor], Coded]] = {format: partial(GgmlCodes.of, format=format) for format in FORMATS}
+
 
 def states_of(seed: int, dtype: torch.dtype, lanes: int, slots: int, size: int) -> tuple[Tensor, Tensor]:
     state = torch.Generator().manual_seed(seed)
@@ -72,7 +76,7 @@ def exact(side: Coded) -> Tensor:
     if isinstance(side, Whole):
         return side.states.double()
     wide: dict[str, Any] = {name: x.double() for name, x in side.tensors().items() if x.is_floating_point()}
-    if isinstance(side, MxCodes | NvCodes):
+    if isinstance(side, MxCodes | NvCodes | GgmlCodes):
         wide["dtype"] = "float64"
     return replace(side, **wide).stored()
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ops.cpu.coded_layouts import (
     COARSE,
+    GGML,
     LAYOUTS,
     every_dtype,
     every_variant,
@@ -62,6 +63,24 @@ def test_every_layout(library: Library, dtype: torch.dtype, layout: str) -> None
     for query, keys, values, expected in every_size(layout, dtype):
         found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library)
         assert same(found, expected, tolerance), (layout, query.shape)
+
+
+@every_variant
+@every_dtype
+@pytest.mark.parametrize("format", GGML)
+def test_blocks_of_llama_cpp(library: Library, dtype: torch.dtype, format: str) -> None:
+    """Their steps have 16 bits in a cache of 32, too."""
+    for index, (n, g, t, s, d) in enumerate(
+        [(2, 4, 1, 63, 128), (3, 1, 1, 600, 64), (1, 7, 2, 300, 32), (2, 3, 5, 130, 256)]
+    ):
+        keys, values = states_of(index, dtype, n, s, d)
+        # Each block of a token has a loudness of its own, from a hundredth to a hundred.
+        loud = 10 ** (4 * torch.rand((n, s, d // 32), generator=torch.Generator().manual_seed(index)) - 2)
+        values = (values * loud.repeat_interleave(32, -1)).to(dtype)
+        query = torch.randn((n, g, t, d), generator=torch.Generator().manual_seed(9))
+        for sides in ((GGML[format](keys), GGML[format](values)), (GGML[format](keys), Whole(states=values))):
+            found = attend_coded(AttentionInputs(query, *sides, scaling=0.1), using=library)
+            assert same(found, truth(query, *sides), COARSE), (format, query.shape)
 
 
 @every_variant

@@ -151,5 +151,5 @@ def test_structures_have_the_fields_of_their_cpp(structure: type[ctypes.Structur
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sizes of the shared libraries of Linux")
 @needs_built
-def test_all_variants_together_take_at_most_a_megabyte_and_a_quarter() -> None:
-    assert sum(path.stat().st_size for path in built().values()) < 1_250_000
+def test_all_variants_together_take_at_most_a_megabyte_and_a_half() -> None:
+    assert sum(path.stat().st_size for path in built().values()) < 1_500_000

@@ -107,7 +107,7 @@ def _with_scales(products: Tensor, rows: Tensor, keys: CodeLayout, group: int, o
     whole = rows.sum(-1, keepdim=True)
     step = _step(keys)[:, None, :, group].float()
     if keys.low is None:
-        return products.add_(whole * (offset - _zero(keys))).mul_(step)
+        return products.add_(whole * (offset - keys.zero)).mul_(step)
     return products.add_(whole * offset).mul_(step).add_(whole * keys.low[:, None, :, group].float())
 
 
@@ -148,7 +148,7 @@ def _sums(weights: Tensor, values: CodeLayout) -> Tensor:
     for group, (each, part) in enumerate(zip(scaled, out.chunk(groups, -1), strict=True)):
         whole = each.sum(-1, keepdim=True)
         if values.low is None:
-            part += whole * (offset - _zero(values))
+            part += whole * (offset - values.zero)
         else:
             part += weights @ values.low[..., group : group + 1].float() + whole * offset
     if by_bytes:
@@ -221,11 +221,6 @@ def _low(side: CodeLayout) -> Tensor:
     return side.low
 
 
-def _zero(side: CodeLayout) -> int:
-    """The code of zero where there are no minima."""
-    return (1 << (side.bits - 1)) - 1
-
-
 @cache
 def _byte_arithmetic() -> bool:
     """Return whether this processor multiplies bytes, and torch makes exact use of it."""
@@ -289,9 +284,10 @@ def _byte_products(rows: Tensor, keys: CodeLayout) -> Tensor:
 
 
 def _byte_sums(weights: Tensor, values: CodeLayout) -> Tensor:
-    """(m, r, c) float32: codes of each lane, less `_offset`, summed with weights (m, r, s) float32 of 0 and more."""
+    """(m, r, c) float32: codes of each lane, less `_offset`, summed with weights (m, r, s) float32."""
     out = weights.new_zeros((*weights.shape[:2], values.size))
-    most = weights.amax(-1, keepdim=True)
+    least, most = weights.aminmax(dim=-1, keepdim=True)
+    most = torch.maximum(most, -least)
     few = max(1, _WEIGHTS // weights[0].numel())
     scratch = torch.empty_like(weights[:few])
     for lane, slot, codes in _signed(values):

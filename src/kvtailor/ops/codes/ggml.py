@@ -13,6 +13,7 @@ q8_0 away from zero). This is the arithmetic of the functions `quantize_row_*_re
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from kvtailor.ops import huge_pages
 from kvtailor.ops.codes.quant import pack, packed_size, unpack
 from kvtailor.ops.lanes.pieces import pieces
+from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import Coded
 
 __all__ = ["BLOCK", "FORMATS", "BlockFormat", "GgmlCodes"]
@@ -78,6 +80,24 @@ class GgmlCodes(Coded):
     low: Tensor | None = None
     of_tokens = ("codes", "step", "low")
     dtypes = {"step": (torch.float16,), "low": (torch.float16,)}
+
+    @cached_property
+    def code_layout(self) -> CodeLayout | None:
+        if self.size % BLOCK:
+            return None
+        kind = FORMATS[self.format]
+        return CodeLayout(
+            kind=CodeKind.TOKENS,
+            codes=self.codes,
+            size=self.size,
+            # Of the tables, as these kinds are read: the cache's own makes no difference.
+            dtype=self.step.dtype,
+            bits=kind.bits,
+            step=self.step,
+            low=self.low,
+            zero=kind.zero or 0,
+            block=BLOCK,
+        )
 
     @classmethod
     def of(cls, states: Tensor, format: str) -> GgmlCodes:

@@ -76,11 +76,16 @@ class TokenCodes(Coded):
             bits=self.bits,
             step=self.step,
             low=self.low,
+            zero=self._zero,
             block=self.size // self.step.shape[-1],
         )
 
+    @property
+    def _zero(self) -> int:
+        return 2 ** (self.bits - 1) - 1 if self.low is None else 0
+
     def decode(self) -> Tensor:
-        zero = 2 ** (self.bits - 1) - 1
+        zero = self._zero
         if self.codes.device.type != "cpu":
             return dequantise(unpack(self.codes, self.bits, self.size), self.step, self.low, -1, zero=zero)
         groups = self.step.shape[-1]

@@ -100,6 +100,9 @@ bool keys_coarse(const Side& side) {
 #endif
 }
 
+// Whether codes of values may be summed in integers: in a cache of 16 bits, where weights times steps have no sign.
+bool values_coarse(const Side& side) { return side.scales != FLOAT32 && !negative_steps(side); }
+
 // Whether values are summed in the order of their channels: as bytes.h and blocks.h do, or without VNNI those of levels.
 bool values_short(const Side& side) {
 #if defined(BYTE_PRODUCTS)
@@ -107,7 +110,7 @@ bool values_short(const Side& side) {
 #if defined(__ARM_FEATURE_DOTPROD)
   if (has_levels(side)) return values_fused(side) && levels_coarse(side);
 #endif
-  if (!values_fused(side) || has_levels(side) || side.scales == FLOAT32 || groups_of(side) > MOST_GROUPS) return false;
+  if (!values_fused(side) || has_levels(side) || !values_coarse(side) || groups_of(side) > MOST_GROUPS) return false;
   return in_short_tokens(side) && side.group % PART == 0;
 #elif defined(INTEGER_PRODUCTS)
   return values_fused(side) && (levels_coarse(side) || blocks_coarse(side));
@@ -693,7 +696,7 @@ struct Piece {
     products_of_codes(query, first, count, logits_at);
     float *step = key_scales, *low = step + BLOCK;
     widen_table(keys, keys.step, lane * call.slots + first, count, step);
-    const float zero = (float)((1 << (call.keys.bits - 1)) - 1);
+    const float zero = zero_of(call.keys);
     if (keys.low) widen_table(keys, keys.low, lane * call.slots + first, count, low);
     // A step less itself: of one that is endless no logit is a number.
     for (int64_t t = 0; t < count; t++) low[t] = (keys.low ? low[t] : step[t] * -zero) + (step[t] - step[t]);
@@ -783,13 +786,13 @@ struct Piece {
     widen_table(values, values.step, at, count * groups, step);
     if (values.low) widen_table(values, values.low, at, count * groups, low);
     const char* from = data(values, first);
-    const float zero = (float)((1 << (call.values.bits - 1)) - 1);
+    const float zero = zero_of(call.values);
 #if defined(BYTE_PRODUCTS)
     if (tables.short_values)
       return sums_of_short_tokens(logits_at, rows, step, values.low ? low : nullptr, zero, values, from, count, out);
 #endif
     const bool uniform = groups == 1 || (groups <= MOST_GROUPS && values.group % sizeof(U) == 0);
-    const bool coarse = uniform && values.scales != FLOAT32;
+    const bool coarse = uniform && values_coarse(call.values);
     const Scales found{step, values.low ? low : nullptr, tables.scale_lanes, nullptr, 1, groups, zero, coarse};
     with_codes(values, [&](auto codes) {
       weighted<decltype(codes)>(logits_at, BLOCK, rows, from, values.slot_bytes, count, found, out, tables.wide_values);
@@ -1147,6 +1150,11 @@ int32_t kvtailor_runs() {
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") ||
       !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512vnni"))
     return 0;
+#endif
+#if defined(ADD_PAIRS_OF_AVX512)
+  if (!__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512vnni")) return 0;
+#elif defined(__AVXVNNI__)
+  if (!__builtin_cpu_supports("avxvnni")) return 0;
 #endif
 #if defined(__AVX2__)
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;

@@ -4,7 +4,7 @@
 #include "vectors.h"
 
 // Raised, here and in library.py, with each change of a structure that Python fills, or of what a function takes or means.
-constexpr int32_t ABI = 5;
+constexpr int32_t ABI = 6;
 
 enum Kind {
   FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5, BLOCK_LEVELS = 6,
@@ -18,11 +18,11 @@ enum { E4M3 = 3, E8M0 = 4 };
 struct Side {
   const void* data;    // states (m, s, c), or codes (m, s, bytes) as ops.quant packs them
   const void* step;    // tables of codes, of the type `scales`: (m, s, c / group) or (m, runs, c) or (rows, c)
-  const void* low;     // as step; null: codes are symmetric around 2^(bits - 1) - 1. LEVEL_CODES: see padded_levels.
+  const void* low;     // as step; null: the code `zero` stands for 0, and steps may be negative. LEVEL_CODES: see padded_levels.
                        // GRID_CODES: float points (2^bits, 2), behind them all first numbers and all second ones
   const int32_t* row;  // (m, s) row of the tables of each token; null: slot i is in run i / group
   int64_t lane_bytes, slot_bytes;
-  int64_t kind, scales, bits, size, group, runs;
+  int64_t kind, scales, bits, size, group, runs, zero;
 };
 
 // What `low` of BLOCK_LEVELS points to: codes of levels with a scale for each `group` channels of a token. attention.py
@@ -159,10 +159,20 @@ static inline U repeated(const uint8_t* p, int64_t run) {
   }
 }
 
+// Of codes by scales for runs of channels the one amid all.
+static inline int64_t middle_of(const Side& side) { return (1 << (side.bits - 1)) - 1; }
+
+// The one that stands for 0, or where there are minima the one amid all.
+static inline float zero_of(const Side& side) { return (float)(side.low ? middle_of(side) : side.zero); }
+
+// Whether steps may be negative: those of codes that have one more below 0 than above. A code of 3 bits that became one of
+// 4 has not.
+static inline bool negative_steps(const Side& side) { return !side.low && side.zero > middle_of(side); }
+
 // Floats of a token's codes by scales for runs of channels.
 static inline void by_token(const Side& side, const uint8_t* codes, int64_t place, float* to) {
   const int64_t groups = side.size / side.group;
-  const float zero = (float)((1 << (side.bits - 1)) - 1);
+  const float zero = zero_of(side);
   for (int64_t i = 0; i < groups; i++) {
     const float step = scale_at(side, side.step, place * groups + i);
     const float low = side.low ? scale_at(side, side.low, place * groups + i) : -zero * step;

@@ -51,10 +51,10 @@ __all__ = [
 # What kernels call them, see `Kind` of layouts.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Best first.
-VARIANTS = ("avx512vnni", "avx2", "dotprod", "portable")
+VARIANTS = ("avx512vnni", "avxvnni", "avx2", "dotprod", "portable")
 _FOLDER = Path(__file__).parent
 # `ABI` of layouts.h. Both are raised with each change of a structure below, or of what a function takes or means.
-ABI = 5
+ABI = 6
 # Functions that give a number of floats.
 _COUNTS = (
     "kvtailor_scratch",
@@ -77,7 +77,7 @@ class Side(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("data", "step", "low", "row")),
         *((name, ctypes.c_int64) for name in ("lane_bytes", "slot_bytes", "kind", "scales")),
-        *((name, ctypes.c_int64) for name in ("bits", "size", "group", "runs")),
+        *((name, ctypes.c_int64) for name in ("bits", "size", "group", "runs", "zero")),
     ]
 
 

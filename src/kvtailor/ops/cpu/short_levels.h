@@ -16,12 +16,12 @@ constexpr int TOKENS = (int)sizeof(U) / HALF_VECTOR;  // that a vector has
 // another before it adds them to sums, and puts most of them on the stack until then; where one operation does both, it copies
 // the sum.
 template <int T> INLINE inline void add_pairs_of(I* sum_of, const S* codes, const int16_t* numbers) {
-#if defined(__AVX512F__)
+#if defined(ADD_PAIRS)
   if constexpr (T == 1) {
-    asm("vpdpwssd %2, %1, %0" : "+v"(*sum_of) : "v"(*codes), "m"(*(const int16_t(*)[2 * W])numbers));
+    asm(ADD_PAIRS : "+v"(*sum_of) : "v"(*codes), "m"(*(const int16_t(*)[2 * W])numbers));
   } else {
     const S read = load<S>(numbers);
-    UNROLLED for (int i = 0; i < T; i++) asm("vpdpwssd %2, %1, %0" : "+v"(sum_of[i]) : "v"(codes[i]), "v"(read));
+    UNROLLED for (int i = 0; i < T; i++) asm(ADD_PAIRS : "+v"(sum_of[i]) : "v"(codes[i]), "v"(read));
   }
 #else
   if constexpr (T == 1) {

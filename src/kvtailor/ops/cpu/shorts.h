@@ -1,7 +1,7 @@
 // Weighted sums of packed codes in integers: weights of 16 bits, two products to a lane of an operation.
 //
-// On processors with VNNI one operation multiplies and adds, on those with AVX2 two do, which still spares a number in
-// floating point for each code. What other integer products share stands here, too.
+// On processors with VNNI one operation multiplies and adds, on those with AVX2 alone two do, which still spares a number
+// in floating point for each code. What other integer products share stands here, too.
 #pragma once
 
 #include "plain.h"
@@ -122,10 +122,22 @@ inline float times_steps(const float* query, const float* step, const float* low
   return sum(lows);
 }
 
+// Adds two products to each lane, where one operation does. A test runs AVX-VNNI's code on processors with AVX-512, which
+// write it otherwise.
+#if defined(__AVX512F__) || defined(ADD_PAIRS_OF_AVX512)
+#define ADD_PAIRS "vpdpwssd %2, %1, %0"
+#elif defined(__AVXVNNI__)
+#define ADD_PAIRS "%{vex%} vpdpwssd %2, %1, %0"
+#endif
+
 // Adds to each lane two products of 16-bit codes with the same two numbers.
 #if defined(__AVX512F__)
 template <class V> inline void add_pairs(V& sum, __m512i codes, const void* numbers) {
   asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const int32_t(*)[1])numbers));
+}
+#elif defined(ADD_PAIRS)
+inline void add_pairs(I& sum, __m256i codes, const void* numbers) {
+  asm(ADD_PAIRS : "+x"(sum) : "x"(codes), "x"(_mm256_set1_epi32(load<int32_t>(numbers))));
 }
 #elif defined(__AVX2__)
 inline void add_pairs(I& sum, __m256i codes, const void* numbers) {
@@ -171,7 +183,8 @@ struct Weights {
 };
 
 // Of R rows, whose numbers stand `apart` from one another and become `of[r * every]`. `step` and `low` by token; low null:
-// codes are symmetric around `zero`, from which rounding is counted in any case. Numbers of a row add up to at most `room`.
+// the code `zero` stands for 0. Rounding is counted from it in any case. Steps are not negative. Numbers of a row add up to
+// at most `room`.
 #if !defined(__AVX512F__)
 template <int R>
 APART void fill_rows(Weights* of, int64_t every, const float* weights, int64_t apart, const float* step, const float* low,

@@ -12,8 +12,8 @@ from kvtailor.ops.cpu.library import Alike, Library, library
 
 __all__ = ["ALIKE_VARIANTS", "newest_alike"]
 
-ALIKE_VARIANTS = ("avx512vnni", "avx2")
-"""Variants that `newest_alike` is built for, and was measured on."""
+ALIKE_VARIANTS = ("avx512vnni", "avxvnni", "avx2")
+"""Variants that `newest_alike` is built for; it was measured on the first and the last."""
 # Below so many multiplications a barrier costs more than a second thread brings.
 _SMALL = 1 << 19
 

@@ -91,5 +91,7 @@ def _combined(states: Tensor, cos: Tensor, sin: Tensor, rotation: Rotation) -> T
     first, second = first.float(), second.float()
     one, two = first * cos - second * sin, second * cos + first * sin
     turned = torch.stack([one, two], -1).flatten(-2) if rotation.interleaved else torch.cat([one, two], -1)
-    rest = states[..., size:].expand(*turned.shape[:-1], -1)
-    return torch.cat([turned.to(states.dtype), rest], -1)
+    turned = turned.to(states.dtype)
+    if size == states.shape[-1]:
+        return turned
+    return torch.cat([turned, states[..., size:].expand(*turned.shape[:-1], -1)], -1)

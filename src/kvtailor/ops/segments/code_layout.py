@@ -20,7 +20,8 @@ class CodeKind(Enum):
 
     Attributes:
         WHOLE: there are no codes; states are as the model made them.
-        TOKENS: k * step + low, or (k - zero) * step, with tables for each token and block of channels.
+        TOKENS: k * step + low, or (k - zero) * step, with tables for each token and block of channels. Steps may be
+            negative where zero is 2^(bits - 1) and more.
         CHANNELS: k * step + low, with tables for each channel of a run of tokens.
         LEVELS: levels[k] * step, with a step for each token.
         POINTS: a code is of two channels, i and size - 1 - i: levels[k, 0] * step and levels[k, 1] * step.
@@ -80,7 +81,8 @@ class CodeLayout(NamedTuple):
         bits: of a code; 0 where states are plain.
         step: what levels or codes are multiplied by: (m, s, c / block), or (m, ceil(s / group), ...) of runs of tokens,
             with `row` (rows, ...). Of BLOCKS uint8.
-        low: as step; None: codes are symmetric around zero, 2^(bits - 1) - 1.
+        low: as step; None: the code `zero` stands for 0.
+        zero: of TOKENS without low, the code of 0.
         row: (m, s) int32 row of the tables that each token uses; None: slot i uses row i // group of its lane.
         group: tokens that share tables.
         block: channels that share a step.
@@ -102,6 +104,7 @@ class CodeLayout(NamedTuple):
     bits: int = 0
     step: Tensor | None = None
     low: Tensor | None = None
+    zero: int = 0
     row: Tensor | None = None
     group: int = 1
     block: int = 1

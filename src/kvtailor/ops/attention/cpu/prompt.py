@@ -13,8 +13,8 @@ from kvtailor.ops.cpu.library import DTYPES, Library, Prompt, library
 
 __all__ = ["MASS_VARIANTS", "attend_with_mass", "unsuited_prompt"]
 
-MASS_VARIANTS = ("avx2",)
-"""Variants that `attend_with_mass` is built for, and was measured on."""
+MASS_VARIANTS = ("avxvnni", "avx2")
+"""Variants that `attend_with_mass` is built for; it was measured on the last."""
 # `PARTS` of prompt.cpp: further threads would have nothing to do.
 _PARTS = 16
 
@@ -27,7 +27,7 @@ def unsuited_prompt(query: Tensor, keys: Tensor, values: Tensor, using: Library)
         using: the variant.
     """
     if using.variant not in MASS_VARIANTS:
-        return f"it is built for {', '.join(MASS_VARIANTS)} alone, and this machine runs {using.variant}"
+        return f"it is built for {' and '.join(MASS_VARIANTS)} alone, and this machine runs {using.variant}"
     if 0 in (*query.shape, *keys.shape, *values.shape):
         return "there is nothing to read"
     dtypes = {query.dtype, keys.dtype, values.dtype}

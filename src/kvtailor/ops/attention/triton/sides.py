@@ -140,8 +140,9 @@ def side_of(layout: CodeLayout) -> SideArguments:
     if kind is CodeKind.WHOLE:
         return SideArguments(codes=codes, size=size)
     if kind is CodeKind.TOKENS:
-        zero = 2 ** (bits - 1) - 1 if layout.low is None else 0
-        return SideArguments(codes=codes, size=size, bits=bits, step=step, low=layout.low, per=layout.block, zero=zero)
+        return SideArguments(
+            codes=codes, size=size, bits=bits, step=step, low=layout.low, per=layout.block, zero=layout.zero
+        )
     if kind is CodeKind.CHANNELS:
         return SideArguments(
             codes=codes, size=size, bits=bits, step=step, low=layout.low, row=layout.row, group=layout.group
