@@ -55,6 +55,33 @@ def test_two_plans_that_did_the_same_are_named_and_not_accused():
 
 
 @pytest.mark.parametrize(
+    ("stages", "names"),
+    [
+        # As two scores whose window is all that the budget holds: only what is not read differs.
+        ({"tail": 110, "observe": 50, "attend": 5}, []),
+        ({"tail": 60, "encode": 50}, ["equal results"]),
+    ],
+)
+def test_equal_results_are_of_what_is_read(stages, names):
+    plans = {"one": {"tail": 100}, "other": stages}
+    records = [
+        record(
+            label,
+            "perplexity",
+            values={"nll": (1.0, 2.0)},
+            text_hash="h",
+            tokens_held=15.0,
+            tokens_seen=512,
+            bytes_held=sum(by_stage.values()),
+            bytes_full=4000,
+            bytes_by_stage=by_stage,
+        )
+        for label, by_stage in plans.items()
+    ]
+    assert [each.name for each in findings(records)] == names
+
+
+@pytest.mark.parametrize(
     ("tokens", "bytes_held", "observed", "names"),
     [(50, 100, 0, ["nothing freed"]), (50, 110, 10, ["nothing freed"]), (50, 109, 10, []), (51, 100, 0, [])],
 )

@@ -80,7 +80,7 @@ def same_doings(records: Sequence[Record]) -> Iterator[str]:
             if one.same_as(other) and one.held == other.held:
                 yield (
                     f"{one.first.label} and {other.first.label} did exactly the same in {one.first.task}: the same "
-                    "results, tokens of each head and bytes. What they differ in never came to act, as where a "
+                    "results, tokens of each head and bytes of codes. What they differ in never came to act, as where a "
                     "budget has no room beside an observation window."
                 )
 
@@ -151,16 +151,21 @@ class _Result:
 
     @property
     def held(self) -> list[object]:
-        """What the results rest on. An attention's own index may never come to act, as where all tokens are read."""
-        stages = [dict(r.bytes_by_stage or {}) for r in self.records]
-        indices = [by_stage.pop("attend", 0) for by_stage in stages]
+        """What the results rest on: tokens, and bytes of what is not in full precision.
+
+        Free room behind tokens, evidence and an attention's own index take bytes of which no result need say anything.
+        """
         return [
-            (r.tokens_held, r.tokens_by_head, (r.bytes_held or 0) - index, by_stage)
-            for r, index, by_stage in zip(self.records, indices, stages, strict=True)
+            (r.tokens_held, r.tokens_by_head, r.bytes_held if r.bytes_by_stage is None else _apart(r.bytes_by_stage))
+            for r in self.records
         ]
 
     def same_as(self, other: _Result) -> bool:
         return self.where == other.where and self.values == other.values
+
+
+def _apart(by_stage: Mapping[str, int]) -> dict[str, int]:
+    return {stage: held for stage, held in by_stage.items() if held and stage not in ("attend", "observe", "tail")}
 
 
 def _results(records: Sequence[Record], names: Sequence[str] = ("nll", "kl")) -> list[list[_Result]]:
