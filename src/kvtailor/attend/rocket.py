@@ -18,13 +18,14 @@ where tokens are taken back outside of a recorded forward, all held ones compete
 token at a time reads everything.
 
 *Cost*: reads the kept channels of the chunks' bounds, and tokens // 2 tokens, which it copies where no C++ kernel reads
-them as they lie (with padding, ragged heads, on another device). Holds 2 / chunk of the
+them as they lie (of codes, with padding, ragged heads, on another device). Codes are copied as codes on the CPU; on
+another device, and where heads share what is stored, all that is held is decoded. Holds 2 / chunk of the
 keys as bounds, and 4 bytes for each token. `turns` saves no memory; during a prompt it holds `window` queries more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import ClassVar, Literal
@@ -50,7 +51,7 @@ from kvtailor.ops.attention.parts import read_all, read_lanes
 from kvtailor.ops.attention.votes import window_votes
 from kvtailor.ops.lanes.chunks import chunk_bounds, indexed_on_host, note_index, promised
 from kvtailor.ops.lanes.pool import pool_members
-from kvtailor.ops.lanes.rows import Rows, chosen_places, gather, rows_of
+from kvtailor.ops.lanes.rows import Rows, chosen_places, gather, moved, rows_of
 from kvtailor.ops.lanes.topk import keep_top
 from kvtailor.types import HeadShare, Segment
 from kvtailor.types.late_checks import send
@@ -127,7 +128,7 @@ class Rocket(Attention):
             carry = self._choose(request) if self.turns else {}
             return Attended(output=read.output, lse=read.lse, carry=carry)
         carry = {name: tensor for name, tensor in request.context.carry.items() if name != "queries"}
-        if request.visible.causal_only:
+        if request.visible.causal_only and not _moves_codes(query, parts):
             sizes = partial(_sizes_of_row, self, query.shape[-1])
             found = read_chosen(
                 query, parts, carry, sizes, scaling, request.softmax, most=self.tokens // 2, waiting=_LOOSE
@@ -150,7 +151,7 @@ class Rocket(Attention):
         parts, carry = request.parts, request.context.carry
         keys = [part.decode()[0] for part in parts]
         rows = _candidates(rows_of(parts, request.visible.real, keys[0].device), carry)
-        return self._indexed(rows, keys, parts[0].layout.rows, carry, request.context.share)
+        return self._indexed(rows, lambda: keys, keys[0].shape[-1], parts[0].layout.rows, carry, request.context.share)
 
     def flops(self, request: FlopsRequest) -> int | None:
         """(2 r + 5) g for each chunk, and each token that stands for itself: logits in r channels, softmax, mean.
@@ -215,7 +216,8 @@ class Rocket(Attention):
     def _indexed(
         self,
         rows: Rows,
-        keys: Sequence[Tensor],
+        keys: Callable[[], Sequence[Tensor]],
+        size: int,
         batch: int,
         carry: Mapping[str, Tensor],
         share: HeadShare,
@@ -238,36 +240,35 @@ class Rocket(Attention):
             capacity = kept["capacity"]
         # As the sizes of what follows are.
         capacity = capacity.cpu()
-        chunk = self._sizes(capacity, keys[0].shape[-1])[0]
+        chunk = self._sizes(capacity, size)[0]
         chunk = torch.where(chunk > 1, chunk, 0).repeat_interleave(heads)
         if bool((chunk > 0).any()) and rows.columns.shape[1] > self.tokens // 2:
             without = send(chunk == 0, rows.columns.device)[:, None]
             columns = rows.columns.masked_fill(~rows.valid() | without, -1).to(torch.int32)
             kept["columns"] = columns.unflatten(0, (batch, heads))
-            kept["bounds"] = chunk_bounds(keys, rows, chunk).unflatten(0, (batch, heads))
+            kept["bounds"] = chunk_bounds(keys(), rows, chunk).unflatten(0, (batch, heads))
         note_index(kept, rows.on_host, capacity, chunk)
         return kept
 
     def _attend_some(self, request: AttentionRequest, carry: Mapping[str, Tensor]) -> Attended:
         query, parts, visible, scaling = request.query, request.parts, request.visible, request.scaling
         b, heads, device = query.shape[0], parts[0].layout.heads, query.device
-        states = [part.decode() for part in parts]
-        keys = [k for k, _ in states]
+        stored = _Stored(parts, query)
         rows = _candidates(rows_of(parts, visible.real, device), carry)
         if not rows.columns.shape[1]:
             read = read_all(query, parts, visible, scaling, softmax=request.softmax)
             return Attended(output=read.output, lse=read.lse, carry=carry)
         if "capacity" not in carry:
-            carry = self._indexed(rows, keys, b, carry, request.context.share)
-        carry, capacity, loose = self._up_to_date(request, rows, keys, carry)
-        sizes = self._sizes(capacity, keys[0].shape[-1])
+            carry = self._indexed(rows, stored.keys, query.shape[-1], b, carry, request.context.share)
+        carry, capacity, loose = self._up_to_date(request, rows, stored.keys, carry)
+        sizes = self._sizes(capacity, query.shape[-1])
         chunk, channels = send(sizes[0].repeat_interleave(heads), device), sizes[1].repeat_interleave(heads)
         covered = _covered(carry).to(device) if "bounds" in carry else torch.zeros_like(rows.counts)
         rows_of_query = query.reshape(b * heads, -1, query.shape[-1])
         bounds = carry["bounds"].flatten(0, 1) if "bounds" in carry else None
         scores = promised(
             rows_of_query,
-            keys,
+            stored.keys_at,
             rows,
             scaling,
             bounds=bounds,
@@ -288,10 +289,13 @@ class Rocket(Attention):
         kept = keep_top(scores, budget.view(b, heads)).flatten(0, 1)
         place, chosen = chosen_places(kept, None if known is None else budget)
         address = rows.address.gather(1, place)
-        lanes = Lanes(
-            keys=gather(keys, address), values=gather([v for _, v in states], address), visible=chosen[:, None]
-        )
-        read = read_lanes(query, heads, [lanes], scaling, softmax=request.softmax)
+        if stored.moves and bool(chosen.any()):
+            some = [part for part, _ in moved(parts, address, chosen)]
+            read = read_all(query, some, visible, scaling, softmax=request.softmax)
+        else:
+            keys, values = (gather(side, address) for side in (stored.keys(), stored.values()))
+            lanes = Lanes(keys=keys, values=values, visible=chosen[:, None])
+            read = read_lanes(query, heads, [lanes], scaling, softmax=request.softmax)
         if device.type != "cpu":
             # What was chosen by scores that are NaN means nothing; the error for it comes when the next forward begins.
             broken = scores.isnan().any(-1).repeat_interleave(query.shape[1] // heads, 1, output_size=query.shape[1])
@@ -299,7 +303,11 @@ class Rocket(Attention):
         return Attended(output=read.output, lse=read.lse, tokens_read=chosen.sum(1).view(b, heads), carry=carry)
 
     def _up_to_date(
-        self, request: AttentionRequest, rows: Rows, keys: Sequence[Tensor], carry: Mapping[str, Tensor]
+        self,
+        request: AttentionRequest,
+        rows: Rows,
+        keys: Callable[[], Sequence[Tensor]],
+        carry: Mapping[str, Tensor],
     ) -> tuple[Mapping[str, Tensor], Tensor, int]:
         """Return the carry with bounds of what is held, its capacity on the CPU, and the most tokens without bounds.
 
@@ -307,6 +315,7 @@ class Rocket(Attention):
         asked of the device is read in one transfer, unless bounds have to be made anew.
         """
         b, heads, share = len(carry["capacity"]), request.parts[0].layout.heads, request.context.share
+        size = request.query.shape[-1]
 
         def asked(carry: Mapping[str, Tensor]) -> tuple[Tensor, bool, Tensor]:
             known = indexed_on_host(carry)
@@ -319,11 +328,11 @@ class Rocket(Attention):
 
         capacity, fits, loose = asked(carry)
         if not fits:
-            carry = self._indexed(rows, keys, b, carry, share, capacity)
+            carry = self._indexed(rows, keys, size, b, carry, share, capacity)
             capacity, _, loose = asked(carry)
-        chunk = self._sizes(capacity, keys[0].shape[-1])[0].repeat_interleave(heads)
+        chunk = self._sizes(capacity, size)[0].repeat_interleave(heads)
         if bool(((loose > _LOOSE) & (chunk > 1)).any()):
-            carry = self._indexed(rows, keys, b, carry, share, capacity)
+            carry = self._indexed(rows, keys, size, b, carry, share, capacity)
             loose = asked(carry)[2]
         return carry, capacity, int(loose.max())
 
@@ -364,6 +373,50 @@ class Rocket(Attention):
         place, here = chosen_places(keep_top(scores, budget).flatten(0, 1), budget.flatten())
         chosen = rows.columns.gather(1, place).masked_fill(~here, -1).to(torch.int32)
         return {"queries": queries, "chosen": chosen.unflatten(0, (b, heads))}
+
+
+class _Stored:
+    """What is held, of which no more is decoded than is asked for, and nothing twice.
+
+    Attributes:
+        moves: tokens are taken out as they are stored; else all is decoded.
+    """
+
+    def __init__(self, parts: Sequence[Segment], query: Tensor):
+        self.parts, self.query, self.moves = parts, query, _moves_codes(query, parts)
+        self._states: list[tuple[Tensor, Tensor]] = []
+
+    def keys(self) -> list[Tensor]:
+        """Of each part, (m, s, d)."""
+        return [keys for keys, _ in self._decoded()]
+
+    def values(self) -> list[Tensor]:
+        """Of each part, (m, s, dv)."""
+        return [values for _, values in self._decoded()]
+
+    def keys_at(self, address: Tensor) -> Tensor:
+        """(b * h, k, d) keys at ascending addresses (b * h, k)."""
+        if self._states or not self.moves or address.shape[1] > _LOOSE:
+            return gather(self.keys(), address)
+        found = self.query.new_empty((*address.shape, self.query.shape[-1]))
+        for part, entry in moved(self.parts, address, torch.ones_like(address, dtype=torch.bool)):
+            keys, filled = part.decode()[0].to(found.dtype), part.layout.filled(address.device)
+            if filled is None:
+                found.scatter_(1, entry[..., None].expand_as(keys), keys)
+            else:
+                owner, slot = filled.nonzero(as_tuple=True)
+                found[owner, entry[owner, slot]] = keys[owner, slot]
+        return found
+
+    def _decoded(self) -> list[tuple[Tensor, Tensor]]:
+        if not self._states:
+            self._states = [part.decode() for part in self.parts]
+        return self._states
+
+
+def _moves_codes(query: Tensor, parts: Sequence[Segment]) -> bool:
+    """Whether some part would have to be decoded, and its tokens can be taken out as they are stored."""
+    return query.is_cpu and any(not part.plain for part in parts) and all(part.sharing == 1 for part in parts)
 
 
 @lru_cache(maxsize=256)

@@ -80,8 +80,8 @@ def same_doings(records: Sequence[Record]) -> Iterator[str]:
             if one.same_as(other) and one.held == other.held:
                 yield (
                     f"{one.first.label} and {other.first.label} did exactly the same in {one.first.task}: the same "
-                    "results, tokens of each head and bytes of codes. What they differ in never came to act, as where a "
-                    "budget has no room beside an observation window."
+                    "results, tokens of each head and bytes of codes. What they differ in never came to act, as where "
+                    "a budget has no room beside an observation window."
                 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,7 @@ def chunk_bounds(keys: Sequence[Tensor], rows: Rows, size: Tensor) -> Tensor:
 
 def promised(
     query: Tensor,
-    keys: Sequence[Tensor],
+    keys: Callable[[Tensor], Tensor],
     rows: Rows,
     scaling: float,
     *,
@@ -76,7 +76,7 @@ def promised(
 
     Args:
         query: (b * h, g, d) the group's queries.
-        keys: of each part, (m, s, d).
+        keys: gives those at addresses (b * h, k), ascending, as (b * h, k, d).
         rows: the tokens.
         scaling: the model's own factor before the softmax.
         bounds: (b * h, 2 * d, c) from `chunk_bounds`; None where no token has any.
@@ -96,7 +96,7 @@ def promised(
     place = covered[:, None] + torch.arange(
         int((rows.counts - covered).max()) if loose is None else loose, device=device
     )
-    own = gather(keys, rows.address.gather(1, place.clamp(max=rows.address.shape[1] - 1)))
+    own = keys(rows.address.gather(1, place.clamp(max=rows.address.shape[1] - 1)))
     own = own.gather(2, reduced.channels[:, None].expand(-1, own.shape[1], -1)).float()
     logits = softmax.cap_(torch.bmm(reduced.query, own.transpose(1, 2))).masked_fill(
         (place >= rows.counts[:, None])[:, None], lowest

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvtailor.types import Segment
+from kvtailor.ops.huge_pages import as_slots
+from kvtailor.types import Layout, Segment
 
-__all__ = ["FAR", "Rows", "chosen_places", "gather", "places_of", "rows_of"]
+__all__ = ["FAR", "Rows", "chosen_places", "gather", "moved", "places_of", "rows_of"]
 
 FAR = torch.iinfo(torch.int32).max
 """Column of filler: past all others, so that columns stay ascending."""
@@ -137,22 +138,9 @@ def _side_by_side(parts: Sequence[Segment], device: torch.device) -> Rows:
     return Rows(columns=torch.cat(columns, 1), address=torch.cat(address, 1), counts=counts, on_host=on_host)
 
 
-def _as_slots(states: Tensor) -> tuple[Tensor, int] | None:
-    """States (m, s, d) as rows (r, d) of one table, without a copy, and how many rows after one lane the next begins.
-
-    None where lanes do not begin a whole number of slots apart.
-    """
-    lanes, slots, size = states.shape
-    lane, slot, channel = states.stride()
-    if states.device.type != "cpu" or channel != 1 or slot < size or lane % slot or not lanes:
-        return None
-    apart = lane // slot
-    return states.as_strided(((lanes - 1) * apart + slots, size), (slot, 1)), apart
-
-
 def _at(states: Tensor, lane: Tensor, slot: Tensor) -> Tensor:
     """States (m, s, d) at some slots, (*lane.shape, d): a copy."""
-    table = _as_slots(states)
+    table = as_slots(states)
     if table is None:
         return states[lane, slot]
     # Whole rows are copied, where indices of two dimensions are looked up number by number.
@@ -190,6 +178,42 @@ def gather(states: Sequence[Tensor], address: Tensor) -> Tensor:
         out.view(-1, out.shape[-1]).index_copy_(0, place, rows)
         base += lanes * slots
     return out
+
+
+def moved(parts: Sequence[Segment], address: Tensor, here: Tensor) -> list[tuple[Segment, Tensor]]:
+    """The tokens at some slots as they are stored, of each part one lane for each owner. On the CPU.
+
+    Args:
+        parts: in time order; none shares what it stores among heads.
+        address: (b * h, k) int64, see `Rows.address`, ascending.
+        here: (b * h, k) bool: this entry counts. Those that do stand first.
+
+    Returns:
+        A segment for each part of which there is a token, and (b * h, s') int64 the entry that each of its slots is of.
+    """
+    found, base = [], 0
+    for part in parts:
+        layout, slots = part.layout, part.layout.lanes * part.layout.size
+        mine = here & (address >= base) & (address < base + slots)
+        counts = mine.sum(1)
+        most = int(counts.max()) if counts.numel() else 0
+        if most:
+            # An owner's entries of this part follow one another: past them the last one is repeated.
+            entry = torch.minimum(torch.arange(most)[None], (counts[:, None] - 1).clamp(min=0))
+            entry = entry + mine.to(torch.uint8).argmax(1, keepdim=True)
+            at = (address.gather(1, entry) - base).clamp(0, slots - 1)
+            lane, slot = torch.div(at, layout.size, rounding_mode="floor"), at % layout.size
+            columns = layout.columns(at.device).expand(layout.lanes, -1)[lane, slot]
+            new = Layout(
+                rows=layout.rows,
+                heads=layout.heads,
+                size=most,
+                positions=columns.to(torch.int32),
+                lengths=None if int(counts.min()) == most else counts.to(torch.int32),
+            )
+            found.append((part.regather(lane, slot, new), entry))
+        base += slots
+    return found
 
 
 def chosen_places(keep: Tensor, each: Tensor | None = None) -> tuple[Tensor, Tensor]:
