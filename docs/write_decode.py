@@ -36,6 +36,8 @@ OVER_OWN, OVER_PARTS = 1.1, 2.0
 """Above these a plan is listed with a reason: over the model's own cache, and over the slower of its parts."""
 DISTURBED, SLOW = 1.25, 0.75
 """Quartiles are shown that lie so far apart; methods are listed of which a pair takes more than so much."""
+LONG = 8192
+"""From so many tokens on a pair that is above the model's own cache has a reason."""
 SIDES = {
     "DynamicCache": "transformers' `DynamicCache`, its default",
     "full after one token": "the rest of the model: `full` after one token",
@@ -78,7 +80,7 @@ def written(page: str, records: Mapping[str, Runs]) -> str:
     """
     makers: dict[str, Callable[[], list[str]]] = {
         "presets": lambda: _presets(records["presets"]),
-        "pairs": lambda: _pairs(records["pairs"]),
+        "pairs": lambda: _pairs(records["pairs"], records["short"]),
         "prompts": lambda: _prompts(records["prompts"]),
         "parts": lambda: _parts(records["parts"]),
         "parts by codec": lambda: _by("codec", records["parts"]),
@@ -89,16 +91,23 @@ def written(page: str, records: Mapping[str, Runs]) -> str:
 
 def read(folder: Path = RECORDS) -> dict[str, dict[str, Run]]:
     """Return how each record was measured, and its rows, by the name of its columns, for what `written` writes."""
-    found: dict[str, dict[str, Run]] = {"presets": {}, "pairs": {}, "prompts": {}, "parts": {}}
+    found: dict[str, dict[str, Run]] = {"presets": {}, "pairs": {}, "short": {}, "prompts": {}, "parts": {}}
     for path in sorted(folder.glob("decode-*.jsonl")):
         how, rows = _lines(path)
         kernels = how["cpu"].rpartition("kernels ")[2]
-        found[how["plans"]][f"`{kernels}`"] = how, [{**row, **_halves(row["plan"])} for row in rows]
+        rows = [{**row, **_halves(row["plan"])} for row in rows]
+        if how["plans"] == "presets":
+            found["presets"][f"`{kernels}`"] = how, rows
+            continue
+        for tokens in sorted({row["context"] for row in rows}):
+            here = [row for row in rows if row["context"] == tokens]
+            found["pairs" if tokens >= LONG else "short"][f"`{kernels}`: {tokens:,}"] = how, here
     for path in folder.glob("prompt-*.jsonl"):
         how, rows = _lines(path)
         kernels, tokens = how["cpu"].rpartition("kernels ")[2], rows[0]["prompt"]
         found["prompts"][f"`{kernels}`: {tokens:,}"] = how, rows
-    found["prompts"] = dict(sorted(found["prompts"].items(), key=lambda each: each[1][1][0]["prompt"]))
+    for name, tokens in (("pairs", "context"), ("prompts", "prompt")):
+        found[name] = dict(sorted(found[name].items(), key=lambda each: each[1][1][0][tokens]))
     for name, path in PARTS.items():
         how, rows = _lines(path)
         found["parts"][name] = how, [{"plan": f"{row['method']} + {row['codec']}", **row} for row in rows]
@@ -150,9 +159,25 @@ def _not_run(rows_of: Mapping[str, Mapping[tuple[str, int], Any]], contexts: Seq
     return lines
 
 
-def _pairs(runs: Runs) -> list[str]:
-    tables = [*_by("codec", runs), "", *_by("method", runs, SLOW)]
-    return [*_how(runs), "", *tables, "", *_left_out(runs), "", *_above(runs)]
+def _pairs(runs: Runs, short: Runs) -> list[str]:
+    """Return the tables of pairs; of those after few tokens no more than how many are above."""
+    tables = [*_by("codec", {**short, **runs}), "", *_by("method", runs, SLOW)]
+    how = _how({**short, **runs})
+    return [*how, "", *tables, "", *_left_out(runs), "", *_above(runs), "", *_above_where_short(short)]
+
+
+def _above_where_short(runs: Runs) -> list[str]:
+    """Return how many pairs are above after so few tokens that reading them is next to nothing of a token, by codec."""
+    lines = []
+    for name, run in runs.items():
+        above = [row for row in _timed(run) if row["ratio"] > OVER_OWN]
+        most = max(above, key=lambda row: row["ratio"])
+        told = _named(Counter(row["codec"] for row in above))
+        lines += _folded(
+            f"{name} tokens, where reading is next to nothing of a token's time: above {OVER_OWN:g} are {len(above)}, by "
+            f"their codecs {told}; the most is {most['ratio']:.2f} (`{most['plan']}`)."
+        )
+    return lines
 
 
 def _how(runs: Runs) -> list[str]:

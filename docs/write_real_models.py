@@ -4,7 +4,7 @@
 
 What stands between `<!-- real models: NAME -->` and `<!-- /real models -->` is made anew: NAME is `start` for the plans
 of README, `all` for every plan that was measured under its own name, `texts` for those that were measured on other
-texts than novels, `sets` for scores on LongBench, `field` for those of the suite `field`, which cuts each plan to the
+texts than novels, `sets` for scores on LongBench, `needles` for answers from longer texts, `field` for those of the suite `field`, which cuts each plan to the
 same bytes. A plan that a model has no records of is a dash there. In docs/verdicts.md `the run` is what was asked of
 each model, and `of PLAN` a line for each model of a row of the suite, with what is the other way round in the numbers
 of the embedded model on the same page.
@@ -44,6 +44,8 @@ TEXTS = {"c4": "C4", "kvtailor-engine.py.txt": "Python"}
 """Texts of the records in docs/records/MODEL-texts."""
 SETS = {"longbench/multifieldqa_zh": "multifieldqa_zh, F1"}
 """Sets of the records in docs/records/MODEL-longbench, with what is scored."""
+KINDS = {"needle": "needles", "passkey": "passkeys", "key_value": "keys"}
+"""Kinds of the records in docs/records/MODEL-needles, with what is found."""
 LATER = "later questions"
 """What records in docs/records/MODEL-questions are of."""
 START = {
@@ -67,7 +69,7 @@ NOVELS, NEEDLES = "novels, ΔNLL", "needle, points"
 ASKED = {NEEDLES: "needles", "multi-key, points": "keys"}
 """Columns of the suite whose right answers are told, and what one asks for; `NOVELS` is told as nats."""
 _BLOCK = re.compile(
-    r"(<!-- real models: (start|all|texts|sets|field|questions|the run|of (.+?)) -->\n).*?(<!-- /real models -->)",
+    r"(<!-- real models: (start|all|texts|sets|needles|field|questions|the run|of (.+?)) -->\n).*?(<!-- /real models -->)",
     re.DOTALL,
 )
 _EMBEDDED = re.compile(r"<!-- measured: ([^/]+?) -->\n(.*?)<!-- /measured -->", re.DOTALL)
@@ -114,6 +116,7 @@ def written(page: str, models: Mapping[str, Mapping[str, Row]], rankings: Mappin
             "all": lambda: _all(models),
             "texts": lambda: _texts(models),
             "sets": _sets,
+            "needles": _needles,
             "field": lambda: _field(rankings),
             "questions": _questions,
             "the run": lambda: _run(models, rankings),
@@ -339,6 +342,36 @@ def _sets() -> Iterator[str]:
                 if each is not None and each.bytes_held and each.bytes_full:
                     shares.append(100 * each.bytes_held / each.bytes_full)
             yield f"| `{plan}` | {max(shares):.0f} % | {' | '.join(cells)} |"
+
+
+@cache
+def read_needles(
+    records: Path = ROOT / "docs" / "records",
+) -> dict[str, dict[tuple[str, int], dict[str, tuple[float, ...]]]]:
+    """Return what was right, 1 or 0 of each document, by model, kind and length, and plan."""
+    found: dict[str, dict[tuple[str, int], dict[str, tuple[float, ...]]]] = {}
+    for name, folder in MODELS.items():
+        if (where := records / f"{folder}-needles").is_dir():
+            for each in latest(read_records(where)):
+                if each.error is None:
+                    of = found.setdefault(name, {}).setdefault((each.point["kind"], each.point["length"]), {})
+                    of[each.label] = (*of.get(each.label, ()), *each.values["hit"])
+    return found
+
+
+def _needles() -> Iterator[str]:
+    """Right answers from texts of several lengths, where `full` has more than one."""
+    columns = [
+        (f"{name}: {KINDS[kind]} of {length:,}", hits)
+        for name, there in read_needles().items()
+        for (kind, length), hits in sorted(there.items(), key=lambda item: ([*KINDS].index(item[0][0]), item[0][1]))
+        if sum(hits["full"]) > 1
+    ]
+    yield f"| plan | {' | '.join(head for head, _ in columns)} |"
+    yield "|---|" + "---|" * len(columns)
+    for plan in dict.fromkeys(plan for _, hits in columns for plan in hits):
+        cells = [f"{sum(hits[plan]):.0f} of {len(hits[plan])}" if plan in hits else "-" for _, hits in columns]
+        yield f"| `{plan}` | {' | '.join(cells)} |"
 
 
 def _all(models: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:

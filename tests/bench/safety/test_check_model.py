@@ -22,6 +22,7 @@ from kvtailor.bench.measure import machine
 from kvtailor.bench.measure.equivalence import Margins
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.verdict.verdict import judge
+from kvtailor.bench.runner import contestants_of
 from kvtailor.bench.safety import check as check_module
 from kvtailor.bench.safety.page import PAGE, page, parted
 from kvtailor.bench.schema import read_records
@@ -295,3 +296,8 @@ def test_the_command_line_says_it(tmp_path: Path) -> None:
 def test_the_command_line_refuses(arguments: list[str], said: str) -> None:
     found = CliRunner().invoke(main, arguments)
     assert found.exit_code in (1, 2) and said in found.output.replace("\n", " ").lower() or said in found.output
+
+
+def test_a_forecast_counts_the_readings_of_plans_that_read_a_context_again():
+    everyone = contestants_of(["kivi4", "kvzip @ keep=0.25", "kvgrad @ keep=0.25"])
+    assert [check_module._readings(each) for each in everyone] == [0, 0, 2, 5]
