@@ -58,7 +58,7 @@ def test_every_codec_is_read_as_it_would_be_decoded(
         ours = logits(plan, lengths)
     except KvtailorError as refusal:
         pytest.skip(str(refusal).splitlines()[0])
-    monkeypatch.setattr(rocket, "_moves_codes", lambda query, parts: False)
+    monkeypatch.setattr(rocket, "_moves_codes", lambda *_: False)
     theirs = logits(plan, lengths)
     assert (ours - theirs).norm() <= NEAR * theirs.norm()
     assert (count > 0) == (name not in UNMOVED)
@@ -68,5 +68,5 @@ def test_ragged_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     codec = "kivi(bits=4, recent=8, group=8)"
     plan = Plan.parse(f"snapkv(window=8) + adakv + rocket(tokens=40, expect=8) + {codec} @ tokens=120")
     ours = logits(plan, LENGTHS)
-    monkeypatch.setattr(rocket, "_moves_codes", lambda query, parts: False)
+    monkeypatch.setattr(rocket, "_moves_codes", lambda *_: False)
     assert (ours - logits(plan, LENGTHS)).norm() <= NEAR * ours.norm()

@@ -19,7 +19,7 @@ token at a time reads everything.
 
 *Cost*: reads the kept channels of the chunks' bounds, and tokens // 2 tokens, which it copies where no C++ kernel reads
 them as they lie (of codes, with padding, ragged heads, on another device). Codes are copied as codes on the CPU; on
-another device, and where heads share what is stored, all that is held is decoded. Holds 2 / chunk of the
+another device, where heads share what is stored, and without bounds, all that is held is decoded. Holds 2 / chunk of the
 keys as bounds, and 4 bytes for each token. `turns` saves no memory; during a prompt it holds `window` queries more.
 """
 
@@ -128,7 +128,7 @@ class Rocket(Attention):
             carry = self._choose(request) if self.turns else {}
             return Attended(output=read.output, lse=read.lse, carry=carry)
         carry = {name: tensor for name, tensor in request.context.carry.items() if name != "queries"}
-        if request.visible.causal_only and not _moves_codes(query, parts):
+        if request.visible.causal_only and not _moves_codes(query, parts, carry):
             sizes = partial(_sizes_of_row, self, query.shape[-1])
             found = read_chosen(
                 query, parts, carry, sizes, scaling, request.softmax, most=self.tokens // 2, waiting=_LOOSE
@@ -253,7 +253,7 @@ class Rocket(Attention):
     def _attend_some(self, request: AttentionRequest, carry: Mapping[str, Tensor]) -> Attended:
         query, parts, visible, scaling = request.query, request.parts, request.visible, request.scaling
         b, heads, device = query.shape[0], parts[0].layout.heads, query.device
-        stored = _Stored(parts, query)
+        stored = _Stored(parts, query, _moves_codes(query, parts, carry))
         rows = _candidates(rows_of(parts, visible.real, device), carry)
         if not rows.columns.shape[1]:
             read = read_all(query, parts, visible, scaling, softmax=request.softmax)
@@ -382,8 +382,8 @@ class _Stored:
         moves: tokens are taken out as they are stored; else all is decoded.
     """
 
-    def __init__(self, parts: Sequence[Segment], query: Tensor):
-        self.parts, self.query, self.moves = parts, query, _moves_codes(query, parts)
+    def __init__(self, parts: Sequence[Segment], query: Tensor, moves: bool):
+        self.parts, self.query, self.moves = parts, query, moves
         self._states: list[tuple[Tensor, Tensor]] = []
 
     def keys(self) -> list[Tensor]:
@@ -414,9 +414,13 @@ class _Stored:
         return self._states
 
 
-def _moves_codes(query: Tensor, parts: Sequence[Segment]) -> bool:
-    """Whether some part would have to be decoded, and its tokens can be taken out as they are stored."""
-    return query.is_cpu and any(not part.plain for part in parts) and all(part.sharing == 1 for part in parts)
+def _moves_codes(query: Tensor, parts: Sequence[Segment], carry: Mapping[str, Tensor]) -> bool:
+    """Whether some part would have to be decoded, and its tokens can be taken out as they are stored.
+
+    Without bounds all keys are looked at, so all are decoded in any case.
+    """
+    coded = "bounds" in carry and any(not part.plain for part in parts)
+    return coded and query.is_cpu and all(part.sharing == 1 for part in parts)
 
 
 @lru_cache(maxsize=256)
