@@ -46,9 +46,12 @@ SIDES = {
 # By a plan's name, its method or its codec.
 WHY_OVER_OWN: dict[str, str] = {
     "attend reference": "what the others are tested against: it decodes all, and goes through heads in float32",
-    "attend rocket": "each token decodes all that is held, and then chooses what it reads of it",
-    "preset rocketkv": "each token decodes all that is held, and then chooses what it reads of it",
-    "ggml": "no kernel reads its blocks, so each token decodes all that is held",
+    "attend rocket + orthogonal": "heads share what is stored, so each token decodes all that is held to choose of it",
+    "attend rocket + by_age": "codes of each age are a part, of which the tokens that are read are moved one by one",
+    "attend rocket + unrotated": "its keys are mapped back and turned at each token; the quartiles hold 1.10",
+    "attend rocket + ggml": "measured before tokens were moved as codes, and blocks read where they lie",
+    "preset rocketkv": "an eighth is held, too few for bounds, so each token decodes all their keys to choose of them",
+    "ggml": "measured before its blocks were read where they lie",
 }
 WHY_OVER_PROMPT: dict[str, str] = {
     "rkv": "it compares keys until one is alike, and of keys of random weights it compares all pairs",
