@@ -177,8 +177,8 @@ def _above_where_short(runs: Runs) -> list[str]:
         most = max(above, key=lambda row: row["ratio"])
         told = _named(Counter(row["codec"] for row in above))
         lines += _folded(
-            f"{name} tokens, where reading is next to nothing of a token's time: above {OVER_OWN:g} are {len(above)}, by "
-            f"their codecs {told}; the most is {most['ratio']:.2f} (`{most['plan']}`)."
+            f"{name} tokens, where reading is next to nothing of a token's time: above {OVER_OWN:g} are {len(above)}, "
+            f"by their codecs {told}; the most is {most['ratio']:.2f} (`{most['plan']}`)."
         )
     return lines
 

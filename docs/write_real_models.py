@@ -4,10 +4,10 @@
 
 What stands between `<!-- real models: NAME -->` and `<!-- /real models -->` is made anew: NAME is `start` for the plans
 of README, `all` for every plan that was measured under its own name, `texts` for those that were measured on other
-texts than novels, `sets` for scores on LongBench, `needles` for answers from longer texts, `field` for those of the suite `field`, which cuts each plan to the
-same bytes. A plan that a model has no records of is a dash there. In docs/verdicts.md `the run` is what was asked of
-each model, and `of PLAN` a line for each model of a row of the suite, with what is the other way round in the numbers
-of the embedded model on the same page.
+texts than novels, `sets` for scores on LongBench, `needles` for answers from longer texts, `field` for those of the
+suite `field`, which cuts each plan to the same bytes. A plan that a model has no records of is a dash there. In
+docs/verdicts.md `the run` is what was asked of each model, and `of PLAN` a line for each model of a row of the suite,
+with what is the other way round in the numbers of the embedded model on the same page.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ NOVELS, NEEDLES = "novels, ΔNLL", "needle, points"
 ASKED = {NEEDLES: "needles", "multi-key, points": "keys"}
 """Columns of the suite whose right answers are told, and what one asks for; `NOVELS` is told as nats."""
 _BLOCK = re.compile(
-    r"(<!-- real models: (start|all|texts|sets|needles|field|questions|the run|of (.+?)) -->\n).*?(<!-- /real models -->)",
+    r"(<!-- real models: (start|all|texts|sets|needles|field|questions|the run|of (.+?)) -->\n).*?"
+    r"(<!-- /real models -->)",
     re.DOTALL,
 )
 _EMBEDDED = re.compile(r"<!-- measured: ([^/]+?) -->\n(.*?)<!-- /measured -->", re.DOTALL)
@@ -348,12 +349,12 @@ def _sets() -> Iterator[str]:
 def read_needles(
     records: Path = ROOT / "docs" / "records",
 ) -> dict[str, dict[tuple[str, int], dict[str, tuple[float, ...]]]]:
-    """Return what was right, 1 or 0 of each document, by model, kind and length, and plan."""
+    """Return what was right, 1 or 0 of each document, by model, kind of `KINDS` and length, and plan."""
     found: dict[str, dict[tuple[str, int], dict[str, tuple[float, ...]]]] = {}
     for name, folder in MODELS.items():
         if (where := records / f"{folder}-needles").is_dir():
             for each in latest(read_records(where)):
-                if each.error is None:
+                if each.error is None and each.point["kind"] in KINDS:
                     of = found.setdefault(name, {}).setdefault((each.point["kind"], each.point["length"]), {})
                     of[each.label] = (*of.get(each.label, ()), *each.values["hit"])
     return found

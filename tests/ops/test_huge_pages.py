@@ -125,6 +125,11 @@ def test_copies_and_picks_are_those_of_torch(dtype: torch.dtype, advised: list[t
         huge_pages.picked(states, (at[0], torch.full_like(at[1], 8500)))
 
 
+def test_picks_of_nothing_are_nothing() -> None:
+    states, none = torch.zeros(2, 0, 64), torch.zeros(2, 0, dtype=torch.int64)
+    assert huge_pages.picked(states, (none, none)).shape == (2, 0, 64)
+
+
 def test_what_autograd_follows_is_left_to_torch(advised: list[tuple[int, int]]) -> None:
     states = torch.randn(4, 2048, 128, requires_grad=True)
     at = torch.arange(4)[:, None], torch.arange(2048).expand(4, -1)

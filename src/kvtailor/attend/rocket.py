@@ -19,8 +19,8 @@ token at a time reads everything.
 
 *Cost*: reads the kept channels of the chunks' bounds, and tokens // 2 tokens, which it copies where no C++ kernel reads
 them as they lie (of codes, with padding, ragged heads, on another device). Codes are copied as codes on the CPU; on
-another device, where heads share what is stored, and without bounds, all that is held is decoded. Holds 2 / chunk of the
-keys as bounds, and 4 bytes for each token. `turns` saves no memory; during a prompt it holds `window` queries more.
+another device, where heads share what is stored, and without bounds, all that is held is decoded. Holds 2 / chunk of
+the keys as bounds, and 4 bytes for each token. `turns` saves no memory; during a prompt it holds `window` queries more.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ that where the head size is 64, and above it turns values in larger blocks than 
 heads of a token, so that of a head size that 32 does not divide blocks reach into the next head; here the last block of
 a head is shorter. Steps above the largest float16 become that one. llama.cpp rounds every token as soon as it comes;
 here blocks of `block_size` are, behind a prompt that was read whole.
-*Cost* 8.5, 6, 5.5, 5 and 4.5 bits for each element; attention decodes a few tokens at a time, and the whole segment at
-every step where the head size is no multiple of 32.
+*Cost* 8.5, 6, 5.5, 5 and 4.5 bits for each element. Attention decodes a few tokens at a time; it decodes the whole
+segment at every step where the head size is no multiple of 32, and codes of 5 bits on a GPU.
 """
 
 from __future__ import annotations

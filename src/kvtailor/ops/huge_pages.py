@@ -42,7 +42,7 @@ _LEAST = 1 << 21
 # costs less than the zeros of a new mapping: decoding codes into 4 to 16 MiB took 1.15 to 1.4 times as long in huge
 # pages, into 64 MiB half as long.
 _GIVEN_AGAIN = 1 << 25
-# Numbers of a row from which on copying it whole is faster than looking them up (6 times, where it has 64 bytes).
+# Numbers of a row from which on copying it whole is faster than looking each up (6 times, for 64 codes of a byte).
 _WIDE = 16
 _ASKED: ContextVar[bool | None] = ContextVar("huge pages", default=None)
 
@@ -115,7 +115,10 @@ def copied(states: Tensor) -> Tensor:
 
 
 def picked(states: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
-    """Return `states[at]` for states (m, s, ...) and int64 indices of lanes and slots that broadcast to (m', s')."""
+    """Return `states[at]` for states (m, s, ...) and int64 indices of lanes and slots that broadcast to (m', s').
+
+    None of them is negative.
+    """
     shape = (*torch.broadcast_shapes(at[0].shape, at[1].shape), *states.shape[2:])
     # Only what is written into given memory can be asked for before the first write, and autograd forbids it.
     plain = type(states) is Tensor and states.device.type == "cpu" and not states.requires_grad
@@ -141,7 +144,7 @@ def as_slots(states: Tensor) -> tuple[Tensor, int] | None:
     """
     lanes, slots, size = states.shape
     lane, slot, channel = states.stride()
-    if states.device.type != "cpu" or channel != 1 or slot < size or lane % slot or not lanes:
+    if states.device.type != "cpu" or channel != 1 or slot < size or lane % slot or 0 in (lanes, slots):
         return None
     apart = lane // slot
     return states.as_strided(((lanes - 1) * apart + slots, size), (slot, 1)), apart

@@ -69,7 +69,7 @@ def test_every_layout(library: Library, dtype: torch.dtype, layout: str) -> None
 @every_dtype
 @pytest.mark.parametrize("format", GGML)
 def test_blocks_of_llama_cpp(library: Library, dtype: torch.dtype, format: str) -> None:
-    """Their steps have 16 bits in a cache of 32, too."""
+    """Their steps have 16 bits in a cache of 32, too, which is exact nevertheless."""
     for index, (n, g, t, s, d) in enumerate(
         [(2, 4, 1, 63, 128), (3, 1, 1, 600, 64), (1, 7, 2, 300, 32), (2, 3, 5, 130, 256)]
     ):
@@ -80,7 +80,7 @@ def test_blocks_of_llama_cpp(library: Library, dtype: torch.dtype, format: str) 
         query = torch.randn((n, g, t, d), generator=torch.Generator().manual_seed(9))
         for sides in ((GGML[format](keys), GGML[format](values)), (GGML[format](keys), Whole(states=values))):
             found = attend_coded(AttentionInputs(query, *sides, scaling=0.1), using=library)
-            assert same(found, truth(query, *sides), COARSE), (format, query.shape)
+            assert same(found, truth(query, *sides), 1e-5 if dtype == torch.float32 else COARSE), (format, query.shape)
 
 
 @every_variant

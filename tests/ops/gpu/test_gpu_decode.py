@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
+from kvtailor.ops.codes.ggml import GgmlCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
@@ -116,6 +117,15 @@ def moved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_equals_attention_over_what_the_bytes_say(keys: str, values: str, head: int) -> None:
     query, k, v = random(3, 2, 1, head, seed=1), random(3, 63, head, seed=2), random(3, 63, head, seed=3)
     check(query, ENCODINGS[keys](k), ENCODINGS[values](v), bar(keys, values))
+
+
+@pytest.mark.parametrize("format", ["q8_0", "q4_0", "q4_1"])
+@pytest.mark.parametrize("head", [32, 96])
+def test_steps_that_are_0_or_negative(format: str, head: int) -> None:
+    """llama.cpp's blocks: of 32 channels a token has a single step, by which nothing may be divided."""
+    query, k, v = random(2, 2, 1, head, seed=1), random(2, 40, head, seed=2), random(2, 40, head, seed=3)
+    v[0, 3], v[1, 7] = 0.0, 2.0
+    check(query, GgmlCodes.of(k, format), GgmlCodes.of(v, format), bar(format))
 
 
 @pytest.mark.parametrize("uneven", [pytest.param(False, marks=pytest.mark.long), True])

@@ -153,7 +153,8 @@ class _Result:
     def held(self) -> list[object]:
         """What the results rest on: tokens, and bytes of what is not in full precision.
 
-        Free room behind tokens, evidence and an attention's own index take bytes of which no result need say anything.
+        Of tokens in full precision their number says what they hold: room behind them takes bytes too. Of evidence
+        and an attention's own index no result need say anything.
         """
         return [
             (r.tokens_held, r.tokens_by_head, r.bytes_held if r.bytes_by_stage is None else _apart(r.bytes_by_stage))

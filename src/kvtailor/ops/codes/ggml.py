@@ -90,12 +90,13 @@ class GgmlCodes(Coded):
             kind=CodeKind.TOKENS,
             codes=self.codes,
             size=self.size,
-            # Of the tables, as these kinds are read: the cache's own makes no difference.
-            dtype=self.step.dtype,
+            # The tables' own 16 bits, but for a cache in float32, whose products are exact.
+            dtype=torch.float32 if self.dtype == "float32" else self.step.dtype,
             bits=kind.bits,
             step=self.step,
             low=self.low,
             zero=kind.zero or 0,
+            steps="0 and more" if kind.zero is None or kind.bits == 8 else "any",
             block=BLOCK,
         )
 

@@ -100,8 +100,8 @@ bool keys_coarse(const Side& side) {
 #endif
 }
 
-// Whether codes of values may be summed in integers: in a cache of 16 bits, where weights times steps have no sign.
-bool values_coarse(const Side& side) { return side.scales != FLOAT32 && !negative_steps(side); }
+// Whether codes of values may be summed in integers: where scales have 16 bits, and weights times steps no sign.
+bool values_coarse(const Side& side) { return side.scales != FLOAT32 && !side.signed_steps; }
 
 // Whether values are summed in the order of their channels: as bytes.h and blocks.h do, or without VNNI those of levels.
 bool values_short(const Side& side) {

@@ -18,11 +18,12 @@ enum { E4M3 = 3, E8M0 = 4 };
 struct Side {
   const void* data;    // states (m, s, c), or codes (m, s, bytes) as ops.quant packs them
   const void* step;    // tables of codes, of the type `scales`: (m, s, c / group) or (m, runs, c) or (rows, c)
-  const void* low;     // as step; null: the code `zero` stands for 0, and steps may be negative. LEVEL_CODES: see padded_levels.
+  const void* low;     // as step; null: the code `zero` stands for 0. LEVEL_CODES: see padded_levels.
                        // GRID_CODES: float points (2^bits, 2), behind them all first numbers and all second ones
   const int32_t* row;  // (m, s) row of the tables of each token; null: slot i is in run i / group
   int64_t lane_bytes, slot_bytes;
   int64_t kind, scales, bits, size, group, runs, zero;
+  int64_t signed_steps;  // of TOKEN_CODES: a step may be negative
 };
 
 // What `low` of BLOCK_LEVELS points to: codes of levels with a scale for each `group` channels of a token. attention.py
@@ -159,15 +160,8 @@ static inline U repeated(const uint8_t* p, int64_t run) {
   }
 }
 
-// Of codes by scales for runs of channels the one amid all.
-static inline int64_t middle_of(const Side& side) { return (1 << (side.bits - 1)) - 1; }
-
-// The one that stands for 0, or where there are minima the one amid all.
-static inline float zero_of(const Side& side) { return (float)(side.low ? middle_of(side) : side.zero); }
-
-// Whether steps may be negative: those of codes that have one more below 0 than above. A code of 3 bits that became one of
-// 4 has not.
-static inline bool negative_steps(const Side& side) { return !side.low && side.zero > middle_of(side); }
+// Of codes by scales for runs of channels the one that stands for 0, or where there are minima the one amid all.
+static inline float zero_of(const Side& side) { return (float)(side.low ? (1 << (side.bits - 1)) - 1 : side.zero); }
 
 // Floats of a token's codes by scales for runs of channels.
 static inline void by_token(const Side& side, const uint8_t* codes, int64_t place, float* to) {

@@ -77,7 +77,7 @@ class Side(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("data", "step", "low", "row")),
         *((name, ctypes.c_int64) for name in ("lane_bytes", "slot_bytes", "kind", "scales")),
-        *((name, ctypes.c_int64) for name in ("bits", "size", "group", "runs", "zero")),
+        *((name, ctypes.c_int64) for name in ("bits", "size", "group", "runs", "zero", "signed_steps")),
     ]
 
 

@@ -26,7 +26,7 @@ def turn(states: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
         rotation: of the layer.
 
     Returns:
-        (..., n, d) in the dtype of `states`.
+        (..., n, d) in the dtype of `states`, a new tensor.
 
     Raises:
         ValueError: the rotation turns more channels than the states have.

@@ -7,7 +7,7 @@ A code that is one of these kinds is read by the plain forms, and by C++ and Tri
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ class CodeKind(Enum):
 
     Attributes:
         WHOLE: there are no codes; states are as the model made them.
-        TOKENS: k * step + low, or (k - zero) * step, with tables for each token and block of channels. Steps may be
-            negative where zero is 2^(bits - 1) and more.
+        TOKENS: k * step + low, or (k - zero) * step, with tables for each token and block of channels.
         CHANNELS: k * step + low, with tables for each channel of a run of tokens.
         LEVELS: levels[k] * step, with a step for each token.
         POINTS: a code is of two channels, i and size - 1 - i: levels[k, 0] * step and levels[k, 1] * step.
@@ -77,12 +76,13 @@ class CodeLayout(NamedTuple):
         kind: what a code stands for.
         codes: (m, s, bytes) uint8, packed along the channels by `ops.codes.quant.pack`; or plain states (m, s, c).
         size: c, channels.
-        dtype: of the cache.
+        dtype: in which tables are read. In float32 products are as exact, else as 16 bits allow.
         bits: of a code; 0 where states are plain.
         step: what levels or codes are multiplied by: (m, s, c / block), or (m, ceil(s / group), ...) of runs of tokens,
             with `row` (rows, ...). Of BLOCKS uint8.
         low: as step; None: the code `zero` stands for 0.
         zero: of TOKENS without low, the code of 0.
+        steps: of TOKENS, whether each is above 0, may be 0, or may also be negative.
         row: (m, s) int32 row of the tables that each token uses; None: slot i uses row i // group of its lane.
         group: tokens that share tables.
         block: channels that share a step.
@@ -105,6 +105,7 @@ class CodeLayout(NamedTuple):
     step: Tensor | None = None
     low: Tensor | None = None
     zero: int = 0
+    steps: Literal["above 0", "0 and more", "any"] = "above 0"
     row: Tensor | None = None
     group: int = 1
     block: int = 1

@@ -98,7 +98,7 @@ def side_of(layout: CodeLayout, held: list[Tensor], made: list[Any]) -> Side:
 
 
 def _tokens(layout: CodeLayout, found: Side, held: list[Tensor], made: list[Any]) -> None:
-    found.group, found.zero = layout.block, layout.zero
+    found.group, found.zero, found.signed_steps = layout.block, layout.zero, int(layout.steps == "any")
     if layout.low is not None:
         found.low = pointer(layout.low, layout.dtype, held)
 

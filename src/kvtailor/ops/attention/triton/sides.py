@@ -48,6 +48,7 @@ class SideArguments:
         group: tokens that share scales.
         per: channels that share scales.
         zero: the code of zero where there are no minima.
+        any_steps: steps may be 0 or negative, so that nothing may be divided by them.
         float8: codes are 8-bit floats.
         form: what codes stand for, see `kernels.unpack`.
         table: (levels,) or (2 * points,) float16 that codes are looked up in; None: they are not.
@@ -64,6 +65,7 @@ class SideArguments:
     group: int = 1
     per: int = 1
     zero: int = 0
+    any_steps: bool = False
     float8: bool = False
     form: int = int(WHOLE.value)
     table: Tensor | None = None
@@ -91,7 +93,7 @@ class SideArguments:
             return int(PLAIN.value)
         if self.scales is not None:
             return int(BLOCKS.value)
-        if self.per >= self.size:
+        if self.per >= self.size and not self.any_steps:
             return int(TOKEN.value)
         together = self.group % block == 0 and (page is None or page % block == 0)
         if self.per == 1 and self.low is not None and self.row is None and together:
@@ -141,7 +143,14 @@ def side_of(layout: CodeLayout) -> SideArguments:
         return SideArguments(codes=codes, size=size)
     if kind is CodeKind.TOKENS:
         return SideArguments(
-            codes=codes, size=size, bits=bits, step=step, low=layout.low, per=layout.block, zero=layout.zero
+            codes=codes,
+            size=size,
+            bits=bits,
+            step=step,
+            low=layout.low,
+            per=layout.block,
+            zero=layout.zero,
+            any_steps=layout.steps != "above 0",
         )
     if kind is CodeKind.CHANNELS:
         return SideArguments(
