@@ -354,8 +354,9 @@ def read_needles(
     for name, folder in MODELS.items():
         if (where := records / f"{folder}-needles").is_dir():
             for each in latest(read_records(where)):
-                if each.error is None and each.point["kind"] in KINDS:
-                    of = found.setdefault(name, {}).setdefault((each.point["kind"], each.point["length"]), {})
+                kind, length = each.point["kind"], each.point["length"]
+                if each.error is None and kind in KINDS and isinstance(length, int):
+                    of = found.setdefault(name, {}).setdefault((str(kind), length), {})
                     of[each.label] = (*of.get(each.label, ()), *each.values["hit"])
     return found
 

@@ -61,10 +61,10 @@ def test_signs_of_any_number_of_channels(library: Library, dtype: torch.dtype, s
 
 
 @every_variant
-@pytest.mark.parametrize("layout", ["levels4", "nvfp4", "nvfp4x8", "mxfp4"])
-def test_levels_of_tokens_that_fill_vectors(library: Library, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["levels4", "levels3", "levels2", "nvfp4", "nvfp4x8", "mxfp4"])
+def test_levels_of_tokens_that_fill_vectors_or_a_half(library: Library, layout: str) -> None:
     slots = itertools.cycle([301, 1, 129, 256, 63, 128])
-    for size, rows in itertools.product([128, 256, 384], [1, 2, 3, 4]):
+    for size, rows in itertools.product([64, 128, 256, 384], [1, 2, 3, 4, 7]):
         keys, values = (LAYOUTS[layout](x) for x in states_of(size + rows, torch.bfloat16, 2, next(slots), size))
         query = torch.randn(2, rows, 1, size)
         found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library)
@@ -74,7 +74,7 @@ def test_levels_of_tokens_that_fill_vectors(library: Library, layout: str) -> No
 @every_variant
 @pytest.mark.parametrize("code", [0, 255])
 def test_no_sum_of_the_largest_levels_overflows(library: Library, code: int) -> None:
-    for size in (128, 256, 512):
+    for size in (64, 128, 256, 512):
         states = torch.zeros(1, 300, size, dtype=torch.bfloat16)
         side = GaussianCodes.of(states, 4, keep_norm=True)
         side = replace(side, codes=torch.full_like(side.codes, code), scale=torch.ones_like(side.scale))

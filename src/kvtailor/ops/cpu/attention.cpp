@@ -17,6 +17,7 @@
 
 #if defined(__AVX512F__)
 #include "blocks.h"
+#include "half_levels.h"
 #elif defined(SHORT_PRODUCTS)
 #include "short_blocks.h"
 #endif
@@ -78,6 +79,15 @@ bool levels_coarse(const Side& side) {
 #endif
 }
 
+// Whether they are, and a token is half a vector: see half_levels.h.
+[[maybe_unused]] bool halves_coarse([[maybe_unused]] const Side& side) {
+#if defined(__AVX512F__)
+  return keys_fused(side) && side.kind == LEVEL_CODES && side.bits == 4 && side.size == HALF_LEVELS && side.scales != FLOAT32;
+#else
+  return false;
+#endif
+}
+
 // Whether blocks of levels are read as blocks.h or short_blocks.h does it.
 [[maybe_unused]] bool blocks_coarse([[maybe_unused]] const Side& side) {
 #if defined(__AVX2__)
@@ -90,7 +100,8 @@ bool levels_coarse(const Side& side) {
 // Whether keys' logits are taken in integers: where the cache has 16 bits, so that 16 bits of a query are enough.
 bool keys_coarse(const Side& side) {
 #if defined(__AVX512F__)
-  if (has_levels(side)) return blocks_coarse(side) || (levels_coarse(side) && side.size <= MOST_SHORT / 2);
+  if (has_levels(side))
+    return blocks_coarse(side) || halves_coarse(side) || (levels_coarse(side) && side.size <= MOST_SHORT / 2);
   return keys_fused(side) && side.scales != FLOAT32 && side.size <= MOST_SHORT;
 #elif defined(INTEGER_PRODUCTS)
   if (!keys_fused(side) || side.size > MOST_SHORT || folds(side) > 1) return false;
@@ -106,7 +117,7 @@ bool values_coarse(const Side& side) { return side.scales != FLOAT32 && !side.si
 // Whether values are summed in the order of their channels: as bytes.h and blocks.h do, or without VNNI those of levels.
 bool values_short(const Side& side) {
 #if defined(BYTE_PRODUCTS)
-  if (blocks_coarse(side)) return true;
+  if (blocks_coarse(side) || halves_coarse(side)) return true;
 #if defined(__ARM_FEATURE_DOTPROD)
   if (has_levels(side)) return values_fused(side) && levels_coarse(side);
 #endif
@@ -717,6 +728,15 @@ struct Piece {
     }
 #endif
     scales_of_levels(keys, lane, call.slots, first, count, key_scales);
+#if defined(__AVX512F__)
+    if (tables.coarse_keys && halves_coarse(keys)) {
+      in_rows(rows, [&](auto some, int64_t r) {
+        half_level_products<decltype(some)::ROWS>(query + r * tables.wide_keys, tables.wide_keys, data(keys, first),
+                                                  keys.slot_bytes, count, levels_of(keys), logits_at + r * BLOCK, BLOCK);
+      });
+      return times_scales(key_scales, count);
+    }
+#endif
 #if defined(SHORT_PRODUCTS)
     if (tables.coarse_keys && keys.kind == BLOCK_LEVELS)
       return products_of_blocks(query, rows, keys, data(keys, first), key_scales, count, logits_at);
@@ -753,6 +773,14 @@ struct Piece {
   APART void sum_levels(int64_t first, int64_t count, float* out) const {
     const Side& values = tables.values;
 #if defined(__AVX512F__)
+    if (tables.short_values && halves_coarse(values)) {
+      scales_of_levels(values, lane, call.slots, first, count, value_scales);
+      const Scales found{value_scales, nullptr, nullptr, levels_of(values), 1, 1, 0, true};
+      return in_rows(rows, [&](auto some, int64_t r) {
+        table_level_sums<decltype(some)::ROWS>(logits_at + r * BLOCK, BLOCK, data(values, first), values.slot_bytes, count,
+                                               found, out + r * tables.wide_values, values.size);
+      });
+    }
     if (tables.short_values) {
       float* outer = value_scales + groups_of(values) * BLOCK;
       steps_of_blocks(values, lane * call.slots + first, count, value_scales);

@@ -261,3 +261,17 @@ APART void short_table_sums(const float* weights, int64_t apart, const char* cod
   for (int r = 0; r < R; r++)
     for (int64_t c = 0; c < size; c += W) store(out + r * size + c, load<F>(out + r * size + c) + all_of[r].base);
 }
+
+// Of codes that stand for levels of a bell.
+template <int R>
+APART void table_level_sums(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
+                            const Scales& scales, float* out, int64_t size) {
+  alignas(32) int16_t levels[32];
+  const float unit = whole_levels(scales.levels, OF_VALUES, levels);
+  const ByteTables table(levels);
+  const char* next = codes + VALUES_AHEAD;
+  for (int64_t first = 0; first < count; first += SHORT_RUN, codes += SHORT_RUN * stride) {
+    const int64_t some = count - first < SHORT_RUN ? count - first : SHORT_RUN;
+    short_table_sums<R>(weights + first, apart, codes, stride, some, table, unit, scales.step + first, nullptr, next, out, size);
+  }
+}

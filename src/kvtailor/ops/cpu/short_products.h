@@ -202,17 +202,3 @@ APART void short_level_products(Rows rows, const char* codes, int64_t stride, in
     return level_products_of<R>(asked[0], table, bytes, codes + first * stride, stride, last);
   });
 }
-
-// Of codes that stand for levels of a bell.
-template <int R>
-APART void short_level_sums(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
-                            const Scales& scales, float* out, int64_t size) {
-  alignas(32) int16_t levels[32];
-  const float unit = whole_levels(scales.levels, OF_VALUES, levels);
-  const ByteTables table(levels);
-  const char* next = codes + VALUES_AHEAD;
-  for (int64_t first = 0; first < count; first += SHORT_RUN, codes += SHORT_RUN * stride) {
-    const int64_t some = count - first < SHORT_RUN ? count - first : SHORT_RUN;
-    short_table_sums<R>(weights + first, apart, codes, stride, some, table, unit, scales.step + first, nullptr, next, out, size);
-  }
-}
