@@ -61,14 +61,25 @@ def test_signs_of_any_number_of_channels(library: Library, dtype: torch.dtype, s
 
 
 @every_variant
-@pytest.mark.parametrize("layout", ["levels4", "levels3", "levels2", "nvfp4", "nvfp4x8", "mxfp4"])
-def test_levels_of_tokens_that_fill_vectors_or_a_half(library: Library, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["levels4", "nvfp4", "nvfp4x8", "mxfp4"])
+def test_levels_of_tokens_that_fill_vectors(library: Library, layout: str) -> None:
     slots = itertools.cycle([301, 1, 129, 256, 63, 128])
-    for size, rows in itertools.product([64, 128, 256, 384], [1, 2, 3, 4, 7]):
+    for size, rows in itertools.product([128, 256, 384], [1, 2, 3, 4]):
         keys, values = (LAYOUTS[layout](x) for x in states_of(size + rows, torch.bfloat16, 2, next(slots), size))
         query = torch.randn(2, rows, 1, size)
         found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library)
         assert same(found, truth(query, keys, values), COARSE), (size, rows)
+
+
+@every_variant
+@pytest.mark.parametrize("layout", ["levels4", "levels3", "levels2"])
+def test_levels_of_tokens_that_fill_half_a_vector(library: Library, layout: str) -> None:
+    state = torch.Generator().manual_seed(1)
+    for slots, rows in itertools.product([1, 2, 63, 128, 301], [1, 2, 3, 4, 7]):
+        keys, values = (LAYOUTS[layout](x) for x in states_of(slots + rows, torch.bfloat16, 2, slots, 64))
+        query = torch.randn((2, rows, 1, 64), generator=state)
+        found = attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library)
+        assert same(found, truth(query, keys, values), COARSE), (slots, rows)
 
 
 @every_variant
