@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import ArgumentError
+from kvtailor.ops.lanes.slots import at_slots
 
-__all__ = ["as_slots", "asking", "copied", "empty", "explained", "new_empty", "picked", "read_buffer", "size_asked_for"]
+__all__ = ["asking", "copied", "empty", "explained", "new_empty", "picked", "read_buffer", "size_asked_for"]
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _VARIABLE = "KVTAILOR_HUGE_PAGES"
@@ -42,8 +43,6 @@ _LEAST = 1 << 21
 # costs less than the zeros of a new mapping: decoding codes into 4 to 16 MiB took 1.15 to 1.4 times as long in huge
 # pages, into 64 MiB half as long.
 _GIVEN_AGAIN = 1 << 25
-# Numbers of a row from which on copying it whole is faster than looking each up (6 times, for 64 codes of a byte).
-_WIDE = 16
 _ASKED: ContextVar[bool | None] = ContextVar("huge pages", default=None)
 
 
@@ -115,39 +114,11 @@ def copied(states: Tensor) -> Tensor:
 
 
 def picked(states: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
-    """Return `states[at]` for states (m, s, ...) and int64 indices of lanes and slots that broadcast to (m', s').
-
-    None of them is negative.
-    """
+    """Return `states[at]`, for what `slots.at_slots` takes."""
     shape = (*torch.broadcast_shapes(at[0].shape, at[1].shape), *states.shape[2:])
     # Only what is written into given memory can be asked for before the first write, and autograd forbids it.
-    plain = type(states) is Tensor and states.device.type == "cpu" and not states.requires_grad
-    made = _asked(shape, states.dtype) if plain else None
-    table = as_slots(states) if plain and states.ndim == 3 and states.shape[2] >= _WIDE else None
-    if table is not None:
-        # Whole rows are copied, where indices of two dimensions are looked up number by number.
-        slots = (at[0] * table[1] + at[1]).flatten()
-        if made is None:
-            return table[0].index_select(0, slots).view(shape)
-        torch.index_select(table[0], 0, slots, out=made.view(-1, states.shape[2]))
-        return made
-    if made is None:
-        return states[at]
-    torch.ops.aten.index.Tensor_out(states, list(at), out=made)
-    return made
-
-
-def as_slots(states: Tensor) -> tuple[Tensor, int] | None:
-    """Return states (m, s, d) as rows (r, d) of one table, without a copy, and how many rows lie from lane to lane.
-
-    None where lanes do not begin a whole number of slots apart.
-    """
-    lanes, slots, size = states.shape
-    lane, slot, channel = states.stride()
-    if states.device.type != "cpu" or channel != 1 or slot < size or lane % slot or 0 in (lanes, slots):
-        return None
-    apart = lane // slot
-    return states.as_strided(((lanes - 1) * apart + slots, size), (slot, 1)), apart
+    asks = type(states) is Tensor and states.device.type == "cpu" and not states.requires_grad
+    return at_slots(states, at, out=_asked(shape, states.dtype) if asks else None)
 
 
 def _is_small(shape: Sequence[int], dtype: torch.dtype) -> bool:

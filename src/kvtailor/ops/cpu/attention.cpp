@@ -70,19 +70,24 @@ bool values_fused(const Side& side) {
   return whole_words(side) && side.kind != CHANNEL_CODES && (groups == 1 || (groups <= W && side.group % 4 == 0));
 }
 
-// Whether codes are levels of a bell that may be whole numbers: of a cache of 16 bits, whose tokens fill vectors.
+// Whether codes are levels of a bell in a cache of 16 bits, for which whole numbers are exact enough.
+[[maybe_unused]] bool bell_of_16_bits(const Side& side) {
+  return keys_fused(side) && side.kind == LEVEL_CODES && side.scales != FLOAT32;
+}
+
+// Whether they are read as whole numbers: those of tokens that fill vectors.
 bool levels_coarse(const Side& side) {
 #if defined(INTEGER_PRODUCTS)
-  return keys_fused(side) && side.kind == LEVEL_CODES && folds(side) == 1 && side.scales != FLOAT32;
+  return bell_of_16_bits(side) && folds(side) == 1;
 #else
   return false;
 #endif
 }
 
-// Whether they are, and a token is half a vector: see half_levels.h.
+// Or, as half_levels.h does it, of tokens that are half a vector.
 [[maybe_unused]] bool halves_coarse([[maybe_unused]] const Side& side) {
 #if defined(__AVX512F__)
-  return keys_fused(side) && side.kind == LEVEL_CODES && side.bits == 4 && side.size == HALF_LEVELS && side.scales != FLOAT32;
+  return bell_of_16_bits(side) && side.bits == 4 && side.size == HALF_LEVELS;
 #else
   return false;
 #endif
@@ -777,7 +782,7 @@ struct Piece {
       scales_of_levels(values, lane, call.slots, first, count, value_scales);
       const Scales found{value_scales, nullptr, nullptr, levels_of(values), 1, 1, 0, true};
       return in_rows(rows, [&](auto some, int64_t r) {
-        table_level_sums<decltype(some)::ROWS>(logits_at + r * BLOCK, BLOCK, data(values, first), values.slot_bytes, count,
+        short_level_sums<decltype(some)::ROWS>(logits_at + r * BLOCK, BLOCK, data(values, first), values.slot_bytes, count,
                                                found, out + r * tables.wide_values, values.size);
       });
     }

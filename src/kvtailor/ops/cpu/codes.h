@@ -170,11 +170,7 @@ void sums_rows(const float* weights, int64_t apart, const char* codes, int64_t s
     if (scales.coarse) return short_level_sums<C, R>(weights, apart, codes, stride, count, scales, out, size);
 #elif defined(INTEGER_PRODUCTS)
   if constexpr (C::BYTES == sizeof(U) && C::LEVELS && !C::OF_BLOCKS)
-#if defined(__ARM_FEATURE_DOTPROD)
     if (scales.coarse) return short_level_sums<R>(weights, apart, codes, stride, count, scales, out, size);
-#else
-    if (scales.coarse) return table_level_sums<R>(weights, apart, codes, stride, count, scales, out, size);
-#endif
 #endif
   const char* next = codes + VALUES_AHEAD;
   if constexpr (C::LEVELS) {

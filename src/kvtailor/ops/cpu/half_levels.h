@@ -1,5 +1,5 @@
 // Products with levels of a bell in tokens of 64 channels, on processors with AVX-512 VNNI: such a token's codes of 4 bits are
-// half a vector, so that two tokens are read at once. Values of theirs are summed by `table_level_sums`.
+// half a vector, so that two tokens are read at once. Values of theirs are summed by `short_level_sums`.
 #pragma once
 
 #include "integers.h"

@@ -264,7 +264,7 @@ APART void short_table_sums(const float* weights, int64_t apart, const char* cod
 
 // Of codes that stand for levels of a bell.
 template <int R>
-APART void table_level_sums(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
+APART void short_level_sums(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
                             const Scales& scales, float* out, int64_t size) {
   alignas(32) int16_t levels[32];
   const float unit = whole_levels(scales.levels, OF_VALUES, levels);

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvtailor.ops.huge_pages import as_slots
+from kvtailor.ops.lanes.slots import at_slots
 from kvtailor.types import Layout, Segment
 
 __all__ = ["FAR", "Rows", "chosen_places", "gather", "moved", "places_of", "rows_of"]
@@ -138,15 +138,6 @@ def _side_by_side(parts: Sequence[Segment], device: torch.device) -> Rows:
     return Rows(columns=torch.cat(columns, 1), address=torch.cat(address, 1), counts=counts, on_host=on_host)
 
 
-def _at(states: Tensor, lane: Tensor, slot: Tensor) -> Tensor:
-    """States (m, s, d) at some slots, (*lane.shape, d): a copy."""
-    table = as_slots(states)
-    if table is None:
-        return states[lane, slot]
-    # Whole rows are copied, where indices of two dimensions are looked up number by number.
-    return table[0].index_select(0, (lane * table[1] + slot).flatten()).view(*lane.shape, states.shape[-1])
-
-
 def gather(states: Sequence[Tensor], address: Tensor) -> Tensor:
     """States at some slots, a copy.
 
@@ -159,7 +150,7 @@ def gather(states: Sequence[Tensor], address: Tensor) -> Tensor:
     """
     if len(states) == 1:
         slots = states[0].shape[1]
-        return _at(states[0], torch.div(address, slots, rounding_mode="floor"), address % slots)
+        return at_slots(states[0], (torch.div(address, slots, rounding_mode="floor"), address % slots))
     out = states[0].new_empty((*address.shape, states[0].shape[-1]))
     base = 0
     for part in states:
@@ -174,7 +165,7 @@ def gather(states: Sequence[Tensor], address: Tensor) -> Tensor:
             continue
         place = here.flatten().nonzero()[:, 0]
         at = address.flatten()[place] - base
-        rows = _at(part, torch.div(at, slots, rounding_mode="floor"), at % slots)
+        rows = at_slots(part, (torch.div(at, slots, rounding_mode="floor"), at % slots))
         out.view(-1, out.shape[-1]).index_copy_(0, place, rows)
         base += lanes * slots
     return out
