@@ -141,6 +141,13 @@ def test_plans_that_drop_tokens_are_asked(plain: Any) -> None:
     assert plain.verdict(KIVI).inside is None
 
 
+@pytest.mark.together
+def test_of_presets_those_are_asked_that_lose_no_more_than_the_margin(plain: Any) -> None:
+    loss, plans = plain.verdict("streaming").loss.value, contestants_of(["streaming @ keep=0.25", "rkv @ keep=0.25"])[1:]
+    asked = {by: check_module.worth_asking(plans, plain.records, loss + by) for by in (-1e-6, 1e-6)}
+    assert asked == {-1e-6: [], 1e-6: plans[:1]}, "what has no records is not asked either"
+
+
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A checkout with changed files reuses nothing.
     monkeypatch.setattr(machine, "_commit", lambda: "0" * 12)

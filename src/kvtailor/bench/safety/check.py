@@ -72,8 +72,9 @@ def check_model(
     ```
 
     It is the bench on short windows: each plan against the uncompressed cache on the same tokens, with a 95 % interval.
-    All plans read the first windows; those that are not shown to be harmful by then read further ones, and of them
-    those that drop tokens answer questions, which stand inside the prompt or come after it.
+    All plans read the first windows; those that are not shown to be harmful by then read further ones. Then those that
+    drop tokens answer questions, which stand inside the prompt or come after it: all that `plans` names, and of the
+    presets those that lose no more than `margin` as far as was seen, since no answer makes another one safe.
 
     Args:
         model: a transformers model (then with `tokenizer`), or the name or folder of one.
@@ -112,7 +113,9 @@ def check_model(
     if not candidates:
         raise KvtailorError(f"asked which plans are safe on {subject.name}: there is none that it can have")
     chosen = chosen_workers(subject, workers, plans=len(candidates))
-    check = _Check(subject, candidates, parts, size, margin, None if out is None else Path(out), again, chosen, told)
+    check = _Check(
+        subject, candidates, parts, size, margin, None if out is None else Path(out), again, chosen, told, bool(lines)
+    )
     with warnings.catch_warnings():
         # What such a warning says is measured here.
         warnings.filterwarnings("ignore", message=".*key projections have a bias")
@@ -171,10 +174,13 @@ class _Check:
         again: bool,
         workers: int,
         progress: Progress,
+        named: bool,
     ):
         # One for all stages, so that filled and read caches are compared once.
         self.subject = replace(subject, kept=KeptPrompts())
-        self.candidates, self.margin = candidates, margin
+        self.margin, self.named = margin, named
+        # Where plans are scored side by side, one that takes long must not be the last.
+        self.candidates = sorted(candidates, key=lambda each: -_readings(each.contestant))
         self.out, self.again, self.workers, self.progress = out, again, workers, progress
         self.tasks: list[Task] = [
             kind(
@@ -220,10 +226,15 @@ class _Check:
         left = self._left(everyone, records)
         if len(left) > 1:
             records += self._stage("those that may be safe", self.tasks[1:], left)
-        left = [each for each in self._left(everyone, records) if each in droppers or each.is_full]
-        if len(left) > 1:
+        may_be_safe = [each for each in self._left(everyone, records) if each in droppers]
+        left = may_be_safe if self.named else worth_asking(may_be_safe, records, self.margin)
+        if may_be_safe and not left:
+            self.unanswered = (
+                f"each plan that drops tokens loses more than {self.margin:g} nats here; --plans asks those it names"
+            )
+        elif left:
             try:
-                records += self._stage("questions", self.questions, left)
+                records += self._stage("questions", self.questions, [everyone[0], *left])
             except Fraud:
                 raise
             except KvtailorError as error:
@@ -265,6 +276,12 @@ class _Check:
         self.subject.forward(ids[None, context:], cache)
         readings = (2 + sum(map(_readings, contestants))) / len(contestants)
         return readings * (middle - begun) + time.perf_counter() - middle
+
+
+def worth_asking(plans: Sequence[Contestant], records: Sequence[Record], margin: float) -> list[Contestant]:
+    """Return those that lose no more than the margin as far as was seen: no answer makes another one safe."""
+    losses = {plan: each.loss for plan, each in judged(records, margin).items()}
+    return [each for each in plans if (loss := losses.get(each.hash)) is not None and loss.value <= margin]
 
 
 def _readings(contestant: Contestant) -> int:
