@@ -101,15 +101,20 @@ def test_joins_the_kept_token_before_it_and_before_the_first_the_first() -> None
     assert closed.values[0, 0, :, 0].tolist() == pytest.approx([2, 24]), "beside a closed token the others are dropped"
 
 
+@pytest.mark.parametrize("sharp", [1, 9], ids=["even", "sharp"])
 @pytest.mark.parametrize("turned", [False, True], ids=["as stored", "turned"])
-def test_keys_are_weighed_by_the_squared_derivative_of_the_output(turned: bool) -> None:
-    """Against automatic differentiation and a rotation by complex numbers, one channel at a time."""
+def test_keys_are_weighed_by_the_squared_derivative_of_the_output(turned: bool, sharp: int) -> None:
+    """Against automatic differentiation and a rotation by complex numbers, one channel at a time.
+
+    Sharp: single tokens get nearly all of the attention, and are nearly the output.
+    """
     merger = AsymKV(window=6, turned=turned)
-    held = held_of([row(20)], merger.needs)
-    keep = torch.zeros(1, 3, 20, dtype=torch.bool)
-    keep[..., [0, 3, 4, 11, 19]] = True
+    held = held_of([row(40)], merger.needs)
+    held = replace(held, queries=held.queries * sharp)
+    starts = [*range(0, 17, 4), 17, *range(20, 41, 4)]
+    keep = torch.zeros(1, 3, 40, dtype=torch.bool)
+    keep[..., starts[:-1]] = True
     merged = merger.merge(held, keep, keep)
-    starts = [0, 3, 4, 11, 19, 20]
     for head in range(3):
         fisher = derivative(held, head).square().sum((0, 1, 2))
         keys = held.keys[0, head].double()
@@ -117,7 +122,9 @@ def test_keys_are_weighed_by_the_squared_derivative_of_the_output(turned: bool) 
             moved = torch.stack([turn(keys[i], first - i) if turned else keys[i] for i in range(first, end)])
             weights = fisher[first:end]
             expected = (weights * moved).sum(0) / weights.sum(0)
-            assert torch.allclose(merged.keys[0, head, number].double(), expected, rtol=1e-4, atol=1e-5)
+            # The square of a share's rounding error, by the exponent's size, over the square of the rest.
+            close = {"rtol": 1e-4, "atol": 1e-5} if sharp == 1 else {"rtol": 1e-3, "atol": 1e-4}
+            assert torch.allclose(merged.keys[0, head, number].double(), expected, **close)
 
 
 def derivative(held: Held, head: int) -> Tensor:

@@ -123,24 +123,33 @@ class AsymKV(Merger):
         assert held.queries is not None and held.query_columns is not None
         group, size = held.queries.shape[1] // held.keys.shape[1], held.keys.shape[-1]
         positions, kept = held.positions[row, head], places.shape[0]
+        sums = torch.zeros((kept, size), dtype=torch.float32, device=held.keys.device)
+        if not at.shape[0]:
+            return sums
         given, _ = window_attention(held, row, head)
         queries = held.queries[row, head * group : (head + 1) * group]
         if not held.holds_window:
             queries = queries[:, held.held_by_any(row)]
         queries = queries.float() * held.scaling
         given, squares = given.flatten(0, 1), queries.flatten(0, 1) ** 2
-        # A token that has nearly all of the attention is nearly the output, and single precision would lose the rest.
-        output = _summed_up(given, held.values[row, head], at).double()
+        values = held.values[row, head]
+        output = _summed_up(given, values, at)
+        # A token that has nearly all of the attention is nearly the output, and only a difference tells them apart.
+        most = given.argmax(-1)
+        nearest = (values[at[most]].float() - output).square_().sum(-1)
         from_output = torch.cat([-2 * output, (output**2).sum(-1, keepdim=True)], 1)
-        sums = torch.zeros((kept, size), dtype=torch.float32, device=given.device)
         total = torch.zeros_like(sums)
         for first in range(0, at.shape[0], _BLOCK):
             block = slice(first, first + _BLOCK)
             tokens, where, counts = at[block], target[block], some[block]
-            states, keys = held.values[row, head][tokens].double(), held.keys[row, head][tokens].float()
+            states = values.index_select(0, tokens).float()
+            keys = held.keys[row, head].index_select(0, tokens).float()
             # |v - o|^2 = |v|^2 - 2 o v + |o|^2, the last two as one product with a channel of ones.
             ones = states.new_ones((states.shape[0], 1))
-            apart = torch.addmm((states**2).sum(-1), from_output, torch.cat([states, ones], 1).t()).float()
+            apart = torch.addmm((states**2).sum(-1), from_output, torch.cat([states, ones], 1).t())
+            there = (most >= first) & (most < first + tokens.shape[0])
+            place = (most - first).clamp(0, tokens.shape[0] - 1)[:, None]
+            apart.scatter_(1, place, torch.where(there[:, None], nearest[:, None], apart.gather(1, place)))
             given_here = given[:, block]
             if held.softmax.softcap is not None:
                 # The slope of the cap, d (c tanh(l / c)) / dl = 1 - tanh(l / c)^2, at each product l.
@@ -166,7 +175,7 @@ def _averaged(states: Tensor, at: Tensor, target: Tensor, weighing: Tensor, kept
     sums = torch.zeros((kept, states.shape[-1]), dtype=torch.float32, device=states.device)
     total = torch.zeros((kept, 1), dtype=torch.float32, device=states.device)
     for some, where, weight in zip(at.split(_BLOCK), target.split(_BLOCK), weighing.split(_BLOCK), strict=True):
-        sums.index_add_(0, where, states[some].float() * weight)
+        sums.index_add_(0, where, states.index_select(0, some).float() * weight)
         total.index_add_(0, where, weight)
     return sums / total.clamp_min(1e-30)
 
@@ -176,5 +185,5 @@ def _summed_up(given: Tensor, values: Tensor, at: Tensor) -> Tensor:
     output = given.new_zeros((given.shape[0], values.shape[-1]))
     # Not by `split`, which has a part of nothing where a row has but padding so far.
     for first in range(0, at.shape[0], _BLOCK):
-        output += given[:, first : first + _BLOCK] @ values[at[first : first + _BLOCK]].float()
+        output += given[:, first : first + _BLOCK] @ values.index_select(0, at[first : first + _BLOCK]).float()
     return output
