@@ -230,7 +230,7 @@ class _Check:
         left = may_be_safe if self.named else worth_asking(may_be_safe, records, self.margin)
         if may_be_safe and not left:
             self.unanswered = (
-                f"each plan that drops tokens loses more than {self.margin:g} nats here; --plans asks those it names"
+                f"each plan that drops tokens lost more than {self.margin:g} nats here; one that is named is asked"
             )
         elif left:
             try:
