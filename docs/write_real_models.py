@@ -4,8 +4,8 @@
 
 What stands between `<!-- real models: NAME -->` and `<!-- /real models -->` is made anew: NAME is `start` for the plans
 of README, `all` for every plan that was measured under its own name, `texts` for those that were measured on other
-texts than novels, `sets` for scores on LongBench, `needles` for answers from longer texts, `field` for those of the
-suite `field`, which cuts each plan to the same bytes. A plan that a model has no records of is a dash there. In
+texts than novels, `sets` for scores on LongBench and MMLU, `needles` for answers from longer texts, `field` for those
+of the suite `field`, which cuts each plan to the same bytes. A plan that a model has no records of is a dash there. In
 docs/verdicts.md `the run` is what was asked of each model, and `of PLAN` a line for each model of a row of the suite,
 with what is the other way round in the numbers of the embedded model on the same page.
 """
@@ -42,8 +42,12 @@ MODELS = {"SmolLM2-135M": "smollm2-135m", "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0
 """The folder of records in docs/records of each model."""
 TEXTS = {"c4": "C4", "kvtailor-engine.py.txt": "Python"}
 """Texts of the records in docs/records/MODEL-texts."""
-SETS = {"longbench/multifieldqa_zh": "multifieldqa_zh, F1"}
-"""Sets of the records in docs/records/MODEL-longbench, with what is scored."""
+SETS = {
+    "longbench/multifieldqa_zh": ("longbench", "multifieldqa_zh, F1", 1),
+    "longbench/multi_news": ("longbench", "multi_news, ROUGE-L", 1),
+    "mmlu of the lm-evaluation-harness": ("mmlu", "MMLU, right answers of 100", 100),
+}
+"""Sets of the records in docs/records/MODEL-FOLDER: that folder, what is scored, and what makes it one of 100."""
 KINDS = {"needle": "needles", "passkey": "passkeys", "key_value": "keys"}
 """Kinds of the records in docs/records/MODEL-needles, with what is found."""
 LATER = "later questions"
@@ -308,41 +312,33 @@ def _texts(models: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
 
 
 @cache
-def read_sets(records: Path = ROOT / "docs" / "records") -> dict[str, dict[str, dict[str, Record]]]:
-    """Return what was scored on `SETS`, by model, set and plan, of each model that was measured there."""
-    found: dict[str, dict[str, dict[str, Record]]] = {}
-    for name, folder in MODELS.items():
-        if (where := records / f"{folder}-longbench").is_dir():
-            there = [each for each in latest(read_records(where)) if each.error is None]
-            sets = {of: {each.label: each for each in there if each.text == of} for of in SETS}
-            found[name] = {of: scored for of, scored in sets.items() if scored}
+def read_sets(records: Path = ROOT / "docs" / "records") -> dict[tuple[str, str], dict[str, Record]]:
+    """Return what was scored on `SETS`, by model and set, and by plan."""
+    found: dict[tuple[str, str], dict[str, Record]] = {}
+    for name, model in MODELS.items():
+        for of, (folder, _, _) in SETS.items():
+            if (where := records / f"{model}-{folder}").is_dir():
+                there = [each for each in latest(read_records(where)) if each.error is None and each.text == of]
+                found |= {(name, of): {each.label: each for each in there}} if there else {}
     return found
 
 
 def _sets() -> Iterator[str]:
-    """Scores on LongBench, of 100: of `full`, and of each plan less these."""
-    for i, (name, there) in enumerate(read_sets().items()):
+    """Scores, of 100: of `full`, and of each plan less these."""
+    for i, ((name, of), scored) in enumerate(read_sets().items()):
+        _, what, scale = SETS[of]
+        full = scored["full"]
         if i:
             yield ""
-        heads = [f"{SETS[of]} ({scored['full'].samples} examples)" for of, scored in there.items()]
-        yield f"| {name}: plan | bytes | {' | '.join(heads)} |"
-        yield "|---|---|" + "---|" * len(heads)
-        plans = dict.fromkeys(plan for scored in there.values() for plan in scored)
-        for plan in plans:
-            cells, shares = [], []
-            for scored in there.values():
-                each, full = scored.get(plan), scored["full"]
-                if each is None:
-                    cells.append("-")
-                elif each is full:
-                    cells.append(f"{fmean(full.values['score']):.1f}")
-                else:
-                    lost = difference(each.values["score"], full.values["score"], top=100.0)
-                    ends = lost.interval(1, signed=True)
-                    cells.append(f"{lost.value:+.1f}" + (f" ({ends})" if ends else ""))
-                if each is not None and each.bytes_held and each.bytes_full:
-                    shares.append(100 * each.bytes_held / each.bytes_full)
-            yield f"| `{plan}` | {max(shares):.0f} % | {' | '.join(cells)} |"
+        yield f"| {name}, {full.samples} examples: plan | bytes | {what} |"
+        yield "|---|---|---|"
+        for plan, each in scored.items():
+            assert each.bytes_held is not None and each.bytes_full is not None
+            mine, theirs = (tuple(scale * score for score in record.values["score"]) for record in (each, full))
+            lost = difference(mine, theirs, top=100.0)
+            ends = lost.interval(1, signed=True)
+            told = f"{fmean(theirs):.1f}" if each is full else f"{lost.value:+.1f}" + (f" ({ends})" if ends else "")
+            yield f"| `{plan}` | {100 * each.bytes_held / each.bytes_full:.0f} % | {told} |"
 
 
 @cache
