@@ -4,7 +4,7 @@
 
 What stands between `<!-- real models: NAME -->` and `<!-- /real models -->` is made anew: NAME is `start` for the plans
 of README, `all` for every plan that was measured under its own name, `texts` for those that were measured on other
-texts than novels, `sets` for scores on LongBench and MMLU, `needles` for answers from longer texts, `field` for those
+texts than novels, `sets` for scores on LongBench, `needles` for answers from longer texts, `field` for those
 of the suite `field`, which cuts each plan to the same bytes. A plan that a model has no records of is a dash there. In
 docs/verdicts.md `the run` is what was asked of each model, and `of PLAN` a line for each model of a row of the suite,
 with what is the other way round in the numbers of the embedded model on the same page.
@@ -43,11 +43,10 @@ MODELS = {"SmolLM2-135M": "smollm2-135m", "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0
 TEXTS = {"c4": "C4", "kvtailor-engine.py.txt": "Python"}
 """Texts of the records in docs/records/MODEL-texts."""
 SETS = {
-    "longbench/multifieldqa_zh": ("longbench", "multifieldqa_zh, F1", 1),
-    "longbench/multi_news": ("longbench", "multi_news, ROUGE-L", 1),
-    "mmlu of the lm-evaluation-harness": ("mmlu", "MMLU, right answers of 100", 100),
+    "longbench/multifieldqa_zh": "multifieldqa_zh, F1",
+    "longbench/multi_news": "multi_news, ROUGE-L",
 }
-"""Sets of the records in docs/records/MODEL-FOLDER: that folder, what is scored, and what makes it one of 100."""
+"""Sets of the records in docs/records/MODEL-longbench, with what is scored."""
 KINDS = {"needle": "needles", "passkey": "passkeys", "key_value": "keys"}
 """Kinds of the records in docs/records/MODEL-needles, with what is found."""
 LATER = "later questions"
@@ -316,28 +315,28 @@ def read_sets(records: Path = ROOT / "docs" / "records") -> dict[tuple[str, str]
     """Return what was scored on `SETS`, by model and set, and by plan."""
     found: dict[tuple[str, str], dict[str, Record]] = {}
     for name, model in MODELS.items():
-        for of, (folder, _, _) in SETS.items():
-            if (where := records / f"{model}-{folder}").is_dir():
-                there = [each for each in latest(read_records(where)) if each.error is None and each.text == of]
-                found |= {(name, of): {each.label: each for each in there}} if there else {}
+        if (where := records / f"{model}-longbench").is_dir():
+            there = [each for each in latest(read_records(where)) if each.error is None]
+            for of in SETS:
+                scored = {each.label: each for each in there if each.text == of}
+                found |= {(name, of): scored} if scored else {}
     return found
 
 
 def _sets() -> Iterator[str]:
     """Scores, of 100: of `full`, and of each plan less these."""
     for i, ((name, of), scored) in enumerate(read_sets().items()):
-        _, what, scale = SETS[of]
         full = scored["full"]
         if i:
             yield ""
-        yield f"| {name}, {full.samples} examples: plan | bytes | {what} |"
+        yield f"| {name}, {full.samples} examples: plan | bytes | {SETS[of]} |"
         yield "|---|---|---|"
         for plan, each in scored.items():
             assert each.bytes_held is not None and each.bytes_full is not None
-            mine, theirs = (tuple(scale * score for score in record.values["score"]) for record in (each, full))
-            lost = difference(mine, theirs, top=100.0)
+            lost = difference(each.values["score"], full.values["score"], top=100.0)
             ends = lost.interval(1, signed=True)
-            told = f"{fmean(theirs):.1f}" if each is full else f"{lost.value:+.1f}" + (f" ({ends})" if ends else "")
+            score = f"{fmean(full.values['score']):.1f}"
+            told = score if each is full else f"{lost.value:+.1f}" + (f" ({ends})" if ends else "")
             yield f"| `{plan}` | {100 * each.bytes_held / each.bytes_full:.0f} % | {told} |"
 
 
