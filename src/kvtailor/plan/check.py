@@ -39,7 +39,7 @@ def _settings_faults(settings: Mapping[str, object], evicts: bool | None, splits
     if tokens is not None and not (_whole(tokens) and tokens >= 1):
         faults.append(f"tokens is {tokens!r}: give a whole number of tokens from 1 up, per kv head on average")
     if keep is not None and not (isinstance(keep, float | int) and not isinstance(keep, bool) and 0 < keep <= 1):
-        faults.append(f"keep is {keep!r}: give the fraction of tokens to keep, above 0 and at most 1")
+        faults.append(f"keep is {keep!r}: give the fraction of tokens to keep, above 0 and at most 1, such as 0.25")
     if size is not None and not (_whole(size) and size >= 1):
         faults.append(f"bytes is {size!r}: give a whole number of bytes from 1 up, or text such as 64MiB")
     if slack is not None and slack != "never" and not (_whole(slack) and slack >= 0):

@@ -49,7 +49,7 @@ _MOST_DIGITS = 40
 _MOST_PIECES = 256
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*%?")
 _INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][+-]?[0-9]+)?")
 _KEYWORDS: dict[str, bool | float | None] = {

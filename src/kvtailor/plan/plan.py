@@ -65,7 +65,7 @@ class Plan:
         attend: how they are read.
         tokens: budget: tokens per kv head, on average over heads and layers, an observation window included.
         keep: budget: fraction of each row's tokens, above 0 and at most 1.
-        bytes: budget: bytes for the whole cache.
+        bytes: budget: bytes that an eviction leaves in the whole cache.
         slack: tokens past the budget after which a decoding cache is cut back to it. None: the scorer's own; "never":
             nothing is evicted while decoding, even where the scorer would. Beside a codec a preset's own slack gives
             way to a longer one of the scorer: what is evicted at each token would be encoded token by token.

@@ -135,10 +135,16 @@ def test_the_model_of_these_tests_is_the_embedded_one() -> None:
 @pytest.mark.together
 def test_plans_that_drop_tokens_are_asked(plain: Any) -> None:
     asked = plain.verdict("streaming")
-    if asked.word != "harmful" or asked.inside is not None:
-        assert asked.inside is not None and asked.after is not None and asked.inside.count == 5
-        assert asked.inside.right <= asked.inside.full
+    assert asked.inside is not None and asked.after is not None and asked.inside.count == 5
+    assert asked.inside.right <= asked.inside.full
     assert plain.verdict(KIVI).inside is None
+
+
+def test_a_named_plan_is_asked_though_it_is_harmful_by_then() -> None:
+    found = kvtailor.check_model("demo", plans="random @ keep=0.05", context=96, margin=0.0001)
+    [verdict] = found.verdicts
+    assert verdict.windows == 6 and verdict.loss.low > 0.0001, "harmful on the first windows"
+    assert verdict.inside is not None and verdict.after is not None and not found.unanswered
 
 
 @pytest.mark.together

@@ -226,9 +226,10 @@ class _Check:
         left = self._left(everyone, records)
         if len(left) > 1:
             records += self._stage("those that may be safe", self.tasks[1:], left)
-        may_be_safe = [each for each in self._left(everyone, records) if each in droppers]
-        left = may_be_safe if self.named else worth_asking(may_be_safe, records, self.margin)
-        if may_be_safe and not left:
+        losses = {plan: each.loss for plan, each in judged(records, self.margin).items()}
+        measured = [each for each in droppers if losses.get(each.hash) is not None]
+        left = measured if self.named else worth_asking(self._left(measured, records), records, self.margin)
+        if measured and not left:
             self.unanswered = (
                 f"each plan that drops tokens lost more than {self.margin:g} nats here; one that is named is asked"
             )

@@ -146,12 +146,17 @@ class ModelCheck:
         found += left_out(self.without)
         if self.unanswered:
             found += filled(f"No questions were asked: {self.unanswered}")
-        found += ["", "Take, by bytes:"]
+        found += ["", f"Take, {self._of_how_many}, by bytes:"]
         for words, share in SHARES.items():
             found += filled(f"  {words + ':':<12} {self._advice(words, share)}", hang=15)
         found += filled(self._of_prose)
         found += ["", f"Next: {self.next}"]
         return found
+
+    @property
+    def _of_how_many(self) -> str:
+        count = sum(each.loss is not None for each in self.verdicts)
+        return "of the one plan that was measured" if count == 1 else f"of the {count} plans that were measured"
 
     @property
     def _of_prose(self) -> str:
