@@ -82,6 +82,12 @@ def test_what_is_encoded_and_what_decoding_adds_is_said(plan: str, line: str) ->
     assert line in asked("show", plan, "--model", "demo", "--tokens", "300")[1]
 
 
+@pytest.mark.parametrize(("size", "above"), [("100KiB", True), ("1GiB", False)])
+def test_a_cache_above_its_bytes_is_said(size: str, above: bool) -> None:
+    text = asked("show", f"snapkv @ bytes={size}", "--model", "demo", "--tokens", "300")[1]
+    assert (f"more than the {size[:-3]} {size[-3:]} of bytes=" in text) is above
+
+
 def test_no_time_is_said_that_nobody_measured() -> None:
     plan = "kivi(bits=4) + disk"
     found, text = asked("show", plan, "--model", "demo", "--tokens", "1000")

@@ -160,6 +160,11 @@ def say_holding(plan: Plan, held: HeldTokens, size: CacheSize, grown: CacheSize)
     elif plan.encode.block and not held.tokens_encoded:
         say("  none of them is encoded: the codec leaves so many of the newest in full precision")
     _say_bytes(held, size)
+    if plan.bytes is not None and size.low > plan.bytes:
+        say(
+            f"  more than the {byte_text(plan.bytes)} of bytes=, which bound what an eviction leaves: free slots and "
+            "observed queries come on top"
+        )
     slack = plan.slack_tokens
     if plan.evicts and slack is not None:
         say(f"  while decoding: cut back to the budget whenever more than {slack} tokens have come since the last cut")
