@@ -49,9 +49,8 @@ WHY_OVER_OWN: dict[str, str] = {
     "attend rocket + orthogonal": "heads share what is stored, so each token decodes all that is held to choose of it",
     "attend rocket + by_age": "codes of each age are a part, of which the tokens that are read are moved one by one",
     "attend rocket + unrotated": "its keys are mapped back and turned at each token; the quartiles hold 1.10",
-    "attend rocket + ggml": "measured before tokens were moved as codes, and blocks read where they lie",
+    "attend rocket + nuq": "the numbers that it keeps aside are looked up and moved for the tokens that are read",
     "preset rocketkv": "an eighth is held, too few for bounds, so each token decodes all their keys to choose of them",
-    "ggml": "measured before its blocks were read where they lie",
 }
 WHY_OVER_PROMPT: dict[str, str] = {
     "rkv": "it compares keys until one is alike, and of keys of random weights it compares all pairs",
@@ -295,6 +294,8 @@ def _above(
 ) -> list[str]:
     """Return a table of the plans that take more than the model's own cache, with the reason of each.
 
+    Pairs of one method that have one reason are one row.
+
     Args:
         tokens: the field of a row that says after, or for, how many tokens it was.
         own: the model's own cache.
@@ -304,14 +305,19 @@ def _above(
         "|---|---|---|---|---|---|",
     ]
     for name, run in runs.items():
+        groups: dict[tuple[int, str, str], list[Mapping[str, Any]]] = {}
         for row in sorted(_timed(run), key=lambda row: (-row[tokens], -row["ratio"])):
-            if row["ratio"] <= OVER_OWN:
-                continue
-            low, high = row["spread"]
-            lines.append(
-                f"| {row['plan']} | {name} | {row[tokens]:,} | {row['ms']:,.1f}, {row['own_ms']:,.1f} "
-                f"| {row['ratio']:.2f} [{low:.2f} to {high:.2f}] | {why(row, reasons)} |"
-            )
+            if row["ratio"] > OVER_OWN:
+                of = row[tokens], row.get("method", row["plan"]), why(row, reasons)
+                groups.setdefault(of, []).append(row)
+        for (count, method, reason), rows in groups.items():
+            most, least = rows[0], rows[-1]
+            low, high = most["spread"]
+            plan, ratio = most["plan"], f"{most['ratio']:.2f} [{low:.2f} to {high:.2f}]"
+            if len(rows) > 1:
+                plan = f"{method} + {len(rows)} codecs, the most {most['codec']}"
+                ratio += f"; the least {least['ratio']:.2f} ({least['codec']})"
+            lines.append(f"| {plan} | {name} | {count:,} | {most['ms']:,.1f}, {most['own_ms']:,.1f} | {ratio} | {reason} |")
     return lines if len(lines) > 2 else [f"None is above {OVER_OWN:g}."]
 
 
