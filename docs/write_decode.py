@@ -54,9 +54,8 @@ WHY_OVER_OWN: dict[str, str] = {
 }
 WHY_OVER_PROMPT: dict[str, str] = {
     "rkv": "it compares keys until one is alike, and of keys of random weights it compares all pairs",
-    "asymkv": "it weighs each key by the window's queries in float64, and prices pairs in rounds on the host",
-    "expected_attention": "it gathers the moments of all queries, and scores each key by them",
-    "lazyeviction": "its quartiles hold 1.10; in 15 rounds it took 1.09 [1.02 to 1.13]",
+    "kvquant2": "its quartiles hold 1.10; levels are fitted to each channel of its keys",
+    "asymkv": "it weighs each key by the window's queries, one head at a time, and prices pairs in rounds on the host",
 }
 WHY_OVER_PARTS: dict[str, str] = {
     "by_age": "what has grown old is encoded anew at each token, so each takes the slow path, by scores",
