@@ -316,7 +316,9 @@ def _above(
             if len(rows) > 1:
                 plan = f"{method} + {len(rows)} codecs, the most {most['codec']}"
                 ratio += f"; the least {least['ratio']:.2f} ({least['codec']})"
-            lines.append(f"| {plan} | {name} | {count:,} | {most['ms']:,.1f}, {most['own_ms']:,.1f} | {ratio} | {reason} |")
+            lines.append(
+                f"| {plan} | {name} | {count:,} | {most['ms']:,.1f}, {most['own_ms']:,.1f} | {ratio} | {reason} |"
+            )
     return lines if len(lines) > 2 else [f"None is above {OVER_OWN:g}."]
 
 

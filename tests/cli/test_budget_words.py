@@ -173,3 +173,9 @@ def test_bytes_are_those_of_the_checkpoints_dtype_whatever_this_cpu_computes_in(
     assert found["size"]["total"] == kvtailor.cache_size(model, "kivi4", context=300).total
     assert found["sizes"]["dtype"] == "bfloat16" and "own windows" not in said
     assert (model.dtype is torch.bfloat16) == computes
+
+
+def test_rates_are_not_passed_over_where_nothing_comes_over_a_link() -> None:
+    text = asked("show", "kivi4", "--model", "demo", "--tokens", "300", "--link", "2GiB", "--step-ms", "40")[1]
+    assert "nothing comes over a link in a step" in text
+    assert "over a link" not in asked("show", "kivi4", "--model", "demo", "--tokens", "300")[1]

@@ -71,8 +71,14 @@ def faults_of(text: str) -> tuple[str, ...]:
         ("snapkv @ tokens=64.0", "tokens is 64.0: give a whole number of tokens from 1 up, per kv head on average"),
         ("snapkv @ keep=0", "keep is 0: give the fraction of tokens to keep, above 0 and at most 1, such as 0.25"),
         ("snapkv @ keep=25", "keep is 25: give the fraction of tokens to keep, above 0 and at most 1, such as 0.25"),
-        ("snapkv @ keep=25%", "keep is '25%': give the fraction of tokens to keep, above 0 and at most 1, such as 0.25"),
-        ("snapkv @ keep=true", "keep is True: give the fraction of tokens to keep, above 0 and at most 1, such as 0.25"),
+        (
+            "snapkv @ keep=25%",
+            "keep is '25%': give the fraction of tokens to keep, above 0 and at most 1, such as 0.25",
+        ),
+        (
+            "snapkv @ keep=true",
+            "keep is True: give the fraction of tokens to keep, above 0 and at most 1, such as 0.25",
+        ),
         (
             "snapkv @ bytes=12Q",
             "bytes is not a size: '12Q' is not a whole number of bytes: write for example 64MiB, 1.5G or 4096",

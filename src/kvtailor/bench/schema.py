@@ -367,7 +367,9 @@ def read_records(path: Path) -> list[Record]:
         raise NoRecords(f"asked for the records in {path}, which is not there: run `kvtailor bench --out {path}` first")
     found = [record for file in _files(path) for record in _records_of(file)]
     if not found:
-        raise NoRecords(f"asked for the records in {path}, found none: run `kvtailor bench --out {path}` first")
+        of_fit = path / "records"
+        what = f"give {of_fit}, those of a fit" if of_fit.is_dir() else f"run `kvtailor bench --out {path}` first"
+        raise NoRecords(f"asked for the records in {path}, found none: {what}")
     if count := unchecked(path):
         warnings.warn(f"{path}: {say_unchecked(count)}", stacklevel=2)
     return found

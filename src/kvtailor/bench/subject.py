@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Prefills", "Subject", "Tokens", "at_whole_budget", "plans_at_whole_budget"]
 
+_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 _UNREAD = f"unread-{secrets.token_hex(8)}"
 
 
@@ -458,10 +459,9 @@ class Subject:
 
 def _dtype(name: str | None) -> torch.dtype | None:
     """The dtype of a name that a user gave."""
-    found = None if name is None else getattr(torch, name, None)
-    if name is not None and not isinstance(found, torch.dtype):
+    if name is not None and name not in _DTYPES:
         raise KvtailorError(f"asked for dtype {name!r}: give float32, bfloat16 or float16")
-    return found
+    return None if name is None else _DTYPES[name]
 
 
 def _reads_twice(cache: Any) -> bool:

@@ -14,6 +14,7 @@ import click
 from kvtailor.cli.words.lines import say
 from kvtailor.cli.words.loss import loss_words
 from kvtailor.cli.words.plan import read_plan, read_plan_and_layers
+from kvtailor.errors import UnknownName
 
 if TYPE_CHECKING:
     from kvtailor.bench.measure.statistics import Estimate
@@ -74,12 +75,16 @@ def command(
         _refuse({"--layers": layers is not None, "--records": records is not None}, _SCHEMA)
         _write_schema(plan, model, out, unread, as_json)
         return
+    from kvtailor.plan.engines import ENGINES, WHO_DROPS
+
+    engines = [*(each.name.lower() for each in ENGINES), _CHECKPOINT, _SCHEMA]
+    if engine.lower() not in engines:
+        raise UnknownName("engine", engine, engines)
     _refuse({"--unread": unread}, engine)
     if out is not None:
         raise click.UsageError(f"--out is for {_CHECKPOINT} and {_SCHEMA}: the settings of {engine} are printed.")
     from kvtailor.bench.recorded_losses import layers_of, losses_beside
     from kvtailor.bench.schema import read_records
-    from kvtailor.plan.engines import WHO_DROPS
 
     if layers is not None and model is not None:
         raise click.UsageError("--layers and --model both say which layers are compressed: give one.")

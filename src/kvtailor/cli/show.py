@@ -337,6 +337,8 @@ def _forecast(
     seconds = None if step_ms is None else step_ms / 1e3
     found = forecast(plan, sizes, cost, held, rows=rows, rate=rate, step_seconds=seconds)
     say_forecast(found)
+    if not found["bytes_moved"] and (rate is not None or seconds is not None):
+        say("  nothing comes over a link in a step: all that is held stays on the device")
     return found
 
 

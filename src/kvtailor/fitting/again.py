@@ -30,7 +30,8 @@ class Again:
         full: bytes of the uncompressed cache.
         measured: of the plans that the fit measured, the one with the least loss that fits; None where none fits.
         resized: its plan with the budget that fills the memory, and the bytes that it will have; nothing of it was
-            measured. None where the plan has no budget, or fills the memory already.
+            measured. None where the plan has no budget, or fills the memory already; or where the fit measured the one
+            that would, which then lost more than `measured`.
         resized_bytes: see `resized`.
         solved: stage 1's optimum under the new memory; nothing of it was measured but its layers one by one.
         solved_loss: the sum of its layers' losses.
@@ -142,7 +143,7 @@ def another_memory(
     resized = None
     if best_of is not None and best_of.bytes < 0.98 * limit:
         plan = sizer.filled(Plan.parse(best_of.plan), limit)
-        resized = plan if plan is not None and str(plan) != best_of.plan else None
+        resized = plan if plan is not None and str(plan) not in {each.plan for each in found.front} else None
     solved = None
     if found.layers is not None:
         solved = solved_plan(

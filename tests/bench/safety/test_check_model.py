@@ -149,7 +149,8 @@ def test_a_named_plan_is_asked_though_it_is_harmful_by_then() -> None:
 
 @pytest.mark.together
 def test_of_presets_those_are_asked_that_lose_no_more_than_the_margin(plain: Any) -> None:
-    loss, plans = plain.verdict("streaming").loss.value, contestants_of(["streaming @ keep=0.25", "rkv @ keep=0.25"])[1:]
+    loss = plain.verdict("streaming").loss.value
+    plans = contestants_of(["streaming @ keep=0.25", "rkv @ keep=0.25"])[1:]
     asked = {by: check_module.worth_asking(plans, plain.records, loss + by) for by in (-1e-6, 1e-6)}
     assert asked == {-1e-6: [], 1e-6: plans[:1]}, "what has no records is not asked either"
 

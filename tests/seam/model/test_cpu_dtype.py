@@ -17,7 +17,7 @@ from kvtailor.bench.measure.fresh import measured
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks import memory
 from kvtailor.cli import main
-from kvtailor.errors import ArgumentError
+from kvtailor.errors import ArgumentError, KvtailorError
 from kvtailor.hf.model import loading
 from kvtailor.hf.model.cache_dtype import dtype_of_caches
 from kvtailor.hf.model.geometry import Geometry
@@ -136,3 +136,9 @@ def test_onednn_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert loading.cpu_computes(torch.bfloat16) is bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert loading.cpu_computes(torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["foo", "int4", "int64", "float8_e4m3fn"])
+def test_a_dtype_that_no_model_computes_in_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(KvtailorError, match=f"asked for dtype '{name}': give float32, bfloat16 or float16"):
+        Subject.load("demo", dtype=name)
