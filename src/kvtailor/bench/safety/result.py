@@ -48,7 +48,7 @@ class ModelCheck:
         without: why others were not, by plan.
         records: every measurement, as the bench writes it.
         out: the folder that the records are in; None where nothing was written.
-        unanswered: why no questions were asked; empty where they were, or where no plan that may be safe drops tokens.
+        unanswered: why no questions were asked; empty where they were, or where no plan drops tokens.
     """
 
     model: str

@@ -162,8 +162,8 @@ def say_holding(plan: Plan, held: HeldTokens, size: CacheSize, grown: CacheSize)
     _say_bytes(held, size)
     if plan.bytes is not None and size.low > plan.bytes:
         say(
-            f"  more than the {byte_text(plan.bytes)} of bytes=, which bound what an eviction leaves: free slots and "
-            "observed queries come on top"
+            f"  more than the {byte_text(plan.bytes)} of bytes=, which bound what an eviction leaves; what comes "
+            "on top: docs/explanation/budgets.md"
         )
     slack = plan.slack_tokens
     if plan.evicts and slack is not None:
