@@ -49,7 +49,6 @@ SHOWN: Mapping[str, Mapping[str, Sequence[str]]] = {
     "pyramidkv": {"loss": ("WikiText", "PG-19")},
     "mspeckv": {
         "methods": ("acceptance (95 %)", "emitted per verification (95 %)", "rounds with the same text (%)"),
-        "policies": ("hits (%)",),
     },
 }
 """The columns that a page shows, by the suite and its table."""
