@@ -22,6 +22,7 @@ from kvtailor.ops.files import read_toml, seal_toml
 from kvtailor.plan import Plan
 
 RECORDS = Path(__file__).parent / "records"
+_FOLDER = re.compile(r"((?:^Examples| was read) from )/.*/")
 _FILE = re.compile(r"\(file=[^,()]+\)|file=[^,()]+, |, file=[^,()]+")
 
 
@@ -60,7 +61,8 @@ def _public(record: Record, hub_name: str) -> Record:
     """The record without the names of folders and files that only the machine that measured has."""
     point = {name: hub_name if value == record.model else value for name, value in record.point.items()}
     asked = None if record.asked is None else record.asked.replace(record.model, hub_name)
-    record = replace(record, model=hub_name, point=point, asked=asked)
+    notes = tuple(_FOLDER.sub(r"\1", note) for note in record.notes)
+    record = replace(record, model=hub_name, point=point, asked=asked, notes=notes)
     plan = _FILE.sub("", record.plan)
     if plan == record.plan:
         return record

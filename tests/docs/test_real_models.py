@@ -241,12 +241,13 @@ def test_files_and_folders_of_a_machine_are_not_published(tmp_path, measured, pu
     record = read_records(RECORDS / FOLDERS[0])[0]
     asked = "speculation(draft=/models/mine, gamma=8)"
     own = replace(record, model="/models/mine", point={"draft": "/models/mine", "gamma": 8}, asked=asked)
-    own = replace(own, plan=measured, label=measured)
+    own = replace(own, plan=measured, label=measured, notes=("pg19 was read from /a/books_eval.",))
     (tmp_path / "records.jsonl").write_text(own.to_line() + "\n", encoding="utf-8")
     (tmp_path / "suites" / "it.toml").write_text(f'draft = "/models/mine"\nplan = "{measured}"\n', encoding="utf-8")
     where = PUBLISH(tmp_path, "one", "hub/name", tmp_path / "into")
     [found] = read_records(where)
     assert (found.plan, found.label, found.plan_hash) == (published, published, Plan.parse(published).hash)
+    assert found.notes == ("pg19 was read from books_eval.",)
     assert found.point == {"draft": "hub/name", "gamma": 8} and found.asked == "speculation(draft=hub/name, gamma=8)"
     suite = (where / "suites" / "it.toml").read_text(encoding="utf-8")
     assert 'draft = "hub/name"' in suite and f'plan = "{published}"' in suite and "safetensors" not in suite
