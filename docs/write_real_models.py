@@ -4,8 +4,8 @@
 
 What stands between `<!-- real models: NAME -->` and `<!-- /real models -->` is made anew: NAME is `start` for the plans
 of README, `all` for every plan that was measured under its own name, `texts` for those that were measured on other
-texts than novels, `sets` for scores on LongBench, `needles` for answers from longer texts, `field` for those
-of the suite `field`, which cuts each plan to the same bytes. A plan that a model has no records of is a dash there. In
+texts than novels, `sets` for scores on LongBench, `needles` for answers from longer texts, `field` for those of the
+suite `field`, which cuts each plan to the same bytes. A plan that a model has no records of is a dash there. In
 docs/verdicts.md `the run` is what was asked of each model, and `of PLAN` a line for each model of a row of the suite,
 with what is the other way round in the numbers of the embedded model on the same page.
 """

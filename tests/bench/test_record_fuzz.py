@@ -108,6 +108,12 @@ def test_a_name_with_a_line_separator_is_read_again(records, tmp_path) -> None:
     assert read_records(tmp_path) == odd
 
 
+def test_the_folder_of_a_fit_says_where_its_records_are(tmp_path) -> None:
+    (tmp_path / "records").mkdir()
+    with pytest.raises(NoRecords, match="give .*records, those of a fit"):
+        read_records(tmp_path)
+
+
 @pytest.mark.parametrize("first", ["", "\n", '{"schema": 1, "run": "r', " \n\n"])
 def test_a_run_killed_before_its_first_record_is_resumed(first, records, tmp_path) -> None:
     (tmp_path / "records-1.jsonl").write_text(first, encoding="utf-8")

@@ -116,6 +116,8 @@ def test_a_plan_that_changes_nothing_is_told_the_uncompressed_cache():
 def test_an_unknown_engine_names_its_neighbour():
     code, text = run("vlm", "kivi4")
     assert code == 2 and "vllm" in text
+    code, text = run("modelop", "kivi4")
+    assert code == 2 and "modelopt" in text, "those that get a file are engines too"
 
 
 def test_a_setting_without_a_neighbour_of_ours_is_told_as_not_measured():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -226,21 +227,19 @@ class _Check:
         left = self._left(everyone, records)
         if len(left) > 1:
             records += self._stage("those that may be safe", self.tasks[1:], left)
-        losses = {plan: each.loss for plan, each in judged(records, self.margin).items()}
-        measured = [each for each in droppers if losses.get(each.hash) is not None]
-        left = measured if self.named else worth_asking(self._left(measured, records), records, self.margin)
-        if measured and not left:
-            self.unanswered = (
-                f"each plan that drops tokens lost more than {self.margin:g} nats here; one that is named is asked"
-            )
-        elif left:
+        asked = worth_asking(droppers, records, math.inf if self.named else self.margin)
+        if asked:
             try:
-                records += self._stage("questions", self.questions, [everyone[0], *left])
+                records += self._stage("questions", self.questions, [everyone[0], *asked])
             except Fraud:
                 raise
             except KvtailorError as error:
                 # A model of few positions has no room for a document; the losses stand without it.
                 self.unanswered = str(error)
+        elif worth_asking(droppers, records, math.inf):
+            self.unanswered = (
+                f"each plan that drops tokens lost more than {self.margin:g} nats here; one that is named is asked"
+            )
         return records
 
     def _left(self, contestants: Sequence[Contestant], records: Sequence[Record]) -> list[Contestant]:
