@@ -3,7 +3,7 @@
     python -m benchmarks.plans --out FILE [--plans presets|pairs|"LINE; LINE"] [--every 8]
                                [--contexts 384,8192,32768] [--prompts 2048,8192] [--shape llama|smollm2|qwen2]
                                [--dtype float32] [--cache-dtype bfloat16] [--layers 4] [--threads 1]
-                               [--clock processor] [--rounds 9] [--seconds 600]
+                               [--clock processor] [--rounds 9] [--seconds 600] [--model FOLDER --text FILE]
 
 Is a plan slower than no plan? transformers' `StaticCache` with sdpa, which writes in place and folds grouped heads, is
 the fastest cache of the model's own; `DynamicCache`, its default, copies everything at each token, and is a row of the
@@ -13,6 +13,8 @@ a plan chooses or encodes when 64 more tokens come through the model. One that e
 
 With `--prompts`, what is timed is a prompt of so many tokens into an empty cache, choosing and encoding included, over
 one into `DynamicCache`, which joins nothing as long as there is one piece. Give `--contexts ''` to time prompts alone.
+`--model FOLDER --text FILE` takes the first `--layers` layers of a trained model, and the beginning of a text: what
+some methods compute depends on keys (`rkv` compares them until two are alike, which random ones never are).
 
 Models are untrained, with the widths of Llama 3.1 8B's attention (32 query heads on 8 of 128) in a model that is small
 beside it, of SmolLM2-135M (9 on 3 of 64) and of Qwen2.5-0.5B (14 on 2 of 64); a vocabulary of 512 leaves the output
@@ -37,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.micro.cases import model_states
 from benchmarks.pairs import add_row, choosers, codecs, plan_of, rows_there
@@ -108,6 +111,23 @@ def model_of(shape: str, layers: int, dtype: torch.dtype) -> Any:
     return new_model("llama", dtype=dtype, **made).eval()
 
 
+def trained_model(folder: Path, layers: int, dtype: torch.dtype) -> Any:
+    """Return the first layers of a model."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, num_hidden_layers=layers).eval()
+
+
+def beginning(folder: Path, text: Path, tokens: int) -> torch.Tensor:
+    """Return the first tokens (1, n) of a text.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    found = AutoTokenizer.from_pretrained(folder)(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids
+    if found.shape[1] < tokens:
+        raise ValueError(f"asked for a prompt of {tokens} tokens, but {text} has {found.shape[1]}: give a longer text")
+    return found[:, :tokens]
+
+
 class Context:
     """A model with its own cache, and one with the same weights for caches of ours, after one context."""
 
@@ -152,9 +172,13 @@ class Prompt:
     def __init__(self, asked: argparse.Namespace, tokens: int):
         self.asked = asked
         dtype = getattr(torch, asked.dtype)
-        self.model, self.stock = (model_of(asked.shape, asked.layers, dtype) for _ in range(2))
         self.stored = getattr(torch, asked.cache_dtype or asked.dtype)
-        self.prompt = torch.randint(0, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(2))
+        if asked.model is None:
+            self.model, self.stock = (model_of(asked.shape, asked.layers, dtype) for _ in range(2))
+            self.prompt = torch.randint(0, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(2))
+        else:
+            self.model, self.stock = (trained_model(asked.model, asked.layers, dtype) for _ in range(2))
+            self.prompt = beginning(asked.model, asked.text, tokens)
 
     def read(self, model: Any, cache: Any) -> Any:
         """Read the prompt into an empty cache, and return the cache."""
@@ -240,11 +264,16 @@ def setting(asked: argparse.Namespace) -> dict[str, Any]:
     """Return how plans are measured, and on what."""
     names = ("plans", "every", "shape", "dtype", "cache_dtype", "layers", "threads", "clock", "rounds")
     kernels, machine = library(), describe(bandwidth=False)
-    return {name: getattr(asked, name) for name in names} | {
-        "cpu": f"{machine['processor']}, kernels {kernels.variant if kernels else 'none'}",
-        "torch": torch.__version__,
-        "commit": machine["commit"],
-    }
+    trained = {} if asked.model is None else {"model": asked.model.name, "text": asked.text.name}
+    return (
+        {name: getattr(asked, name) for name in names}
+        | trained
+        | {
+            "cpu": f"{machine['processor']}, kernels {kernels.variant if kernels else 'none'}",
+            "torch": torch.__version__,
+            "commit": machine["commit"],
+        }
+    )
 
 
 def read_bandwidth(clock: Callable[[], float]) -> float:
@@ -291,7 +320,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=600, help="after which no plan is begun")
     parser.add_argument("--out", type=Path, help="write the rows to this file as well, as JSON lines, as they come")
+    parser.add_argument("--model", type=Path, help="folder of a trained model in place of --shape, for --prompts")
+    parser.add_argument("--text", type=Path, help="a text file whose beginning is the prompt of --model")
     asked = parser.parse_args()
+    if (asked.model is None) != (asked.text is None) or (asked.model is not None and asked.contexts):
+        parser.error("--model and --text go together, with --prompts and --contexts ''")
     if asked.every < 1:
         parser.error(f"asked for --every {asked.every}: give 1 for every codec, or more")
     warnings.simplefilter("ignore")

@@ -202,10 +202,12 @@ def _how(runs: Runs) -> list[str]:
 
 def _machine(name: str, how: Mapping[str, Any], own: str) -> str:
     cached = f" and caches in {how['cache_dtype']}" if how["cache_dtype"] else ""
+    layers, model = how["layers"], f"a model of the shape `{how['shape']}` with {how['layers']} layers"
+    if "model" in how:
+        model = f"the first {layers} layers of `{how['model']}`, the first tokens of `{how['text']}`,"
     return (
-        f"{name}: {how['cpu'].partition(',')[0]}, torch {how['torch']}, a model of the shape `{how['shape']}` with "
-        f"{how['layers']} layers in {how['dtype']}{cached}, threads: {how['threads']}, {how['clock']} time, medians of "
-        f"{how['rounds']} in turns with `{own}`"
+        f"{name}: {how['cpu'].partition(',')[0]}, torch {how['torch']}, {model} in {how['dtype']}{cached}, threads: "
+        f"{how['threads']}, {how['clock']} time, medians of {how['rounds']} in turns with `{own}`"
     )
 
 

@@ -13,7 +13,7 @@ from tests.support.bench.dummy import FULL, CountingModel, DummyCache, UniformMo
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.data.texts import generated_text
 from kvtailor.bench.measure import machine
-from kvtailor.bench.runner import contestants_of, finished, plan_run, run
+from kvtailor.bench.runner import contestants_of, finished, of_other_code, plan_run, run
 from kvtailor.bench.schema import read_records
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.needle import Needle
@@ -137,11 +137,16 @@ def test_only_what_is_missing_is_measured(tmp_path):
 )
 def test_what_other_code_measured_is_measured_again(tmp_path, monkeypatch, changed):
     one = tasks()[:1]
+    assert not of_other_code(tmp_path)
     first = go(tmp_path, asked=one)
+    assert not of_other_code(tmp_path)
     monkeypatch.setattr(machine, "versions", lambda: {**VERSIONS, changed: "other"})
     assert finished(tmp_path) == {}
+    who = f"measured by other code ({changed} {VERSIONS[changed]}, here other)"
+    assert who in of_other_code(tmp_path) and f"{len(first)} of its {len(first)} records" in of_other_code(tmp_path)
     go(tmp_path, asked=one)
     assert len(read_records(tmp_path)) == 2 * len(first)
+    assert f"{len(first)} of its {2 * len(first)} records" in of_other_code(tmp_path)
 
 
 def test_a_dirty_checkout_reuses_nothing(tmp_path, monkeypatch):

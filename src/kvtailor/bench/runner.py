@@ -22,7 +22,7 @@ from kvtailor.bench.loop import Given, records_of
 from kvtailor.bench.measure import machine
 from kvtailor.bench.measure.kept_prompts import NOT_SHARED, TIMED, KeptPrompts
 from kvtailor.bench.resources import CellResources
-from kvtailor.bench.schema import NoRecords, Record, leave_out, read_records
+from kvtailor.bench.schema import NoRecords, Record, RecordError, leave_out, read_records
 from kvtailor.bench.spread import SpreadJob, machines_of, spread
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import PlanByPlan, Task
@@ -33,7 +33,7 @@ from kvtailor.hf.model.cache_dtype import stored_dtype
 from kvtailor.ops.files import append_line
 from kvtailor.presets import FULL
 
-__all__ = ["TaskJob", "contestants_of", "finished", "plan_run", "run"]
+__all__ = ["TaskJob", "contestants_of", "finished", "of_other_code", "plan_run", "run"]
 
 _MUST_BE_EQUAL = (
     "python",
@@ -153,6 +153,31 @@ def finished(
         if record.error is None
         and any(all(_said(record.machine, name) == each[name] for name in _MUST_BE_EQUAL) for each in clean)
     }
+
+
+def of_other_code(out: Path) -> str:
+    """Say how many records of a folder other code measured, and which; empty: none, or there are no records.
+
+    They do not stand for measuring again (see `finished`), though a page of the folder shows them.
+    """
+    now = machine.versions()
+    try:
+        records = read_records(out)
+    except RecordError:
+        # A run tells what is wrong with them.
+        return ""
+    others = [each.machine for each in records if any(each.machine.get(name) != said for name, said in now.items())]
+    if not others:
+        return ""
+    theirs = others[-1]
+    differs = " and ".join(
+        f"{name} {theirs.get(name)}, here {said}" for name, said in now.items() if theirs.get(name) != said
+    )
+    were = "was" if len(others) == 1 else "were"
+    return (
+        f"{len(others)} of its {len(records)} records {were} measured by other code ({differs}), and what is asked of "
+        "them is measured anew."
+    )
 
 
 def run(

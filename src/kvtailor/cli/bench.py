@@ -34,7 +34,7 @@ from kvtailor.cli.machine_share import WAITING
 from kvtailor.cli.report import LEAVE_OUT
 from kvtailor.cli.suite_time import MEASURED, say_estimate, say_time_of
 from kvtailor.cli.torchrun import under_torchrun
-from kvtailor.cli.words.lines import kept_in, say, stopped
+from kvtailor.cli.words.lines import begins_in, kept_in, say, stopped
 from kvtailor.cli.words.options import GroupedCommand, dtype_options, margin_options, margins_of, share_option
 from kvtailor.presets import FULL
 
@@ -283,7 +283,7 @@ def _one_run(
     tasks = [make_task(kind, settings, subject, data=options["data"]) for kind, settings in wanted]
     begun = datetime.now(UTC)
     with watch(*plan_run(tasks, contestants), console, works_of(tasks, contestants)) as seen, _stopped(options, seen):
-        seen.begin(kept_in(options["out"]))
+        seen.begin(begins_in(options["out"]))
         records = run(
             subject,
             contestants,
@@ -349,7 +349,7 @@ def _suite(
     say_time_of(prepared, console)
     begun = datetime.now(UTC)
     with watch(*prepared.size, console, works_of(prepared.jobs)) as seen, _stopped(options, seen):
-        seen.begin(kept_in(options["out"]))
+        seen.begin(begins_in(options["out"]))
         records = prepared.run(
             out=options["out"],
             advance=seen.step,

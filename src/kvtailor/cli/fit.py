@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtailor.cli.words.lines import columns, kept_in, python_lines, say, stopped, wrapped
+from kvtailor.cli.words.lines import begins_in, columns, kept_in, python_lines, say, stopped, wrapped
 from kvtailor.cli.words.options import GroupedCommand, dtype_options, share_option
 from kvtailor.fitting.effort import EFFORTS
 
@@ -352,7 +352,7 @@ class TerminalProgress:
         else:
             how = f"at {pace:.2g} s each, as timed here, they take {_about(self._left.left or 0.0)}"
         steps = sum(stages.values())
-        self._say(f"{self._what} of at most {steps} steps: {how}. Ctrl-C stops it. {kept_in(self._folder)}")
+        self._say(f"{self._what} of at most {steps} steps: {how}. Ctrl-C stops it. {begins_in(self._folder)}")
 
     def tell(self, sentence: str) -> None:
         """Say it."""

@@ -18,7 +18,7 @@ import click
 
 import kvtailor
 
-__all__ = ["columns", "formatted_warning", "kept_in", "python_lines", "say", "stopped", "wrapped"]
+__all__ = ["begins_in", "columns", "formatted_warning", "kept_in", "python_lines", "say", "stopped", "wrapped"]
 
 _LEAST = 40
 _PACKAGE = Path(kvtailor.__file__).parent
@@ -112,6 +112,13 @@ def stopped(sentence: Callable[[], str]) -> Iterator[None]:
     except KeyboardInterrupt:
         say(f"Stopped. {sentence()}", err=True)
         raise SystemExit(_BY_INTERRUPT) from None
+
+
+def begins_in(folder: Path | None) -> str:
+    """Return what a run says of its folder before its first step: `kept_in`, and what is there of other code."""
+    from kvtailor.bench.runner import of_other_code
+
+    return kept_in(folder) if folder is None else f"{kept_in(folder)} {of_other_code(folder)}".rstrip()
 
 
 def kept_in(folder: Path | None) -> str:
