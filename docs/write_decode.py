@@ -136,7 +136,10 @@ def _presets(runs: Runs) -> list[str]:
     rows_of = {name: {(row["plan"], row["context"]): row for row in run[1]} for name, run in runs.items()}
     timed = {row["plan"] for run in runs.values() for row in _timed(run)}
     heads = [f"{name}: {' | '.join(f'{tokens:,}' for tokens in contexts)}" for name in runs]
-    table = [f"| preset | bytes over `full` | {' | '.join(heads)} |", "|---" * (2 + len(runs) * len(contexts)) + "|"]
+    table = [
+        f"| preset | bytes over `full` after {contexts[-1]:,} tokens | {' | '.join(heads)} |",
+        "|---" * (2 + len(runs) * len(contexts)) + "|",
+    ]
     for plan in (*SIDES, *sorted(timed)):
         shares = {_share(rows, plan, contexts[-1]) for rows in rows_of.values()}
         cells = [_cell(rows.get((plan, tokens))) for rows in rows_of.values() for tokens in contexts]

@@ -30,6 +30,7 @@ from write_real_models import of_plan  # noqa: E402
 from kvtailor.plan import Plan, registry  # noqa: E402
 from kvtailor.plan.arguments import samples_of  # noqa: E402
 from kvtailor.plan.grammar import write_value  # noqa: E402
+from kvtailor.presets import FULL  # noqa: E402
 
 __all__ = ["FOLDER", "formulas", "heads_of", "pages", "stale", "write"]
 
@@ -129,8 +130,8 @@ def _index(stages: Mapping[str, list[registry.MethodInfo]], papers: tuple[Paper,
     yield "\n".join(f"- {name}: {_prose(meaning)}" for name, meaning in _attributes(needs).items()) + "\n"
     yield "## Presets\n"
     yield "Each line is the preset with the budget that is suggested to begin with, written out; then what it lost on"
-    yield "real models, in nats a token of novels over the whole cache, at whatever budgets were measured: a prompt of"
-    yield "1,024 tokens in the [records](../records/README.md), with 95 % intervals.\n"
+    yield "real models, in nats a token over the whole cache, at whatever budgets were measured, with 95 % intervals"
+    yield "([records](../records/README.md)). A check has windows of 384 + 128 tokens of prose.\n"
     for preset in registry.presets().values():
         line = str(Plan.parse(f"{preset.name} @ {preset.budget}" if preset.budget else preset.name))
         where = preset.paper.partition(",")[2].strip()
@@ -138,8 +139,9 @@ def _index(stages: Mapping[str, list[registry.MethodInfo]], papers: tuple[Paper,
         yield f"- **{preset.name}**: `{line}`"
         yield f"  - {' '.join(preset.note.split())}"
         yield f"  - Paper: {source or 'none'}. Suggested budget: {f'`{preset.budget}`' if preset.budget else 'none'}."
-        lost = of_plan(Plan.parse(f"{preset.name} @ {preset.budget}" if preset.budget else preset.name))
-        yield f"  - {' '.join(lost) or 'Not measured on a real model.'}"
+        plan = Plan.parse(line)
+        lost = " ".join(of_plan(plan)) or "Not measured on a real model."
+        yield f"  - {'What the others are held against.' if plan == FULL else lost}"
     yield ""
 
 

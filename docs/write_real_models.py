@@ -26,6 +26,8 @@ from kvtailor.bench.report.suite.ranking import Place, RankedScore, Ranking, ran
 from kvtailor.bench.report.table import Row
 from kvtailor.bench.report.tables.quality import difference, documents_of
 from kvtailor.bench.report.verdict.verdict import judge
+from kvtailor.bench.safety.check import MARGIN
+from kvtailor.bench.safety.verdict import judged
 from kvtailor.bench.schema import Record, latest, read_records
 from kvtailor.bench.suite.suite import read_suite
 from kvtailor.errors import PlanError
@@ -147,7 +149,26 @@ def of_plan(plan: Plan) -> tuple[str, ...]:
         if text is not None:
             told = (*map(_told_at, every[text]), *_told_on_texts(model, wanted), *_told_later(model, wanted))
             found.append(f"{model}: {'; '.join(told)}.")
+        elif wanted in (checked := read_checks().get(model, {})):
+            found.append(f"{model}: {checked[wanted]}.")
     return tuple(found)
+
+
+@cache
+def read_checks(records: Path = ROOT / "docs" / "records") -> dict[str, dict[Plan, str]]:
+    """Return what the check of each model found of each plan, in words, by the plan without its budget."""
+    found: dict[str, dict[Plan, str]] = {}
+    for name, folder in MODELS.items():
+        if not (where := records / f"{folder}-check").is_dir():
+            continue
+        there = latest(read_records(where))
+        for each in judged(there, MARGIN).values():
+            methods, budget = _methods_of(each.plan), each.plan.partition(" @ ")[2]
+            # The first of several budgets, which is the largest.
+            if methods is not None and each.loss is not None:
+                told = f"in a check of {each.windows} windows{budget and f' at `{budget}`'}, {_told(each.loss)}"
+                found.setdefault(name, {}).setdefault(methods, told)
+    return found
 
 
 def _told_on_texts(model: str, methods: object) -> Iterator[str]:
@@ -441,12 +462,13 @@ def _verdict(
     rankings: Mapping[str, Ranking],
 ) -> Iterator[str]:
     every = {model: _by_label(rankings[model], models[model]) for model in models if model in rankings}
-    if not any(name in found for found in every.values()):
+    checked = {model: there.get(suite_rows().get(name)) for model, there in read_checks().items()}
+    if not any(name in found or checked.get(model) for model, found in every.items()):
         yield "Not measured on a real model."
         return
     for model, found in every.items():
         if name not in found:
-            yield f"- {model}: not measured."
+            yield from _bullet(f"{model}: {checked.get(model) or 'not measured'}.")
             continue
         told = f"{model}: {'; '.join(_told_at(each) for each in found[name])}."
         otherwise = "; ".join(_otherwise(name, found, embedded))
