@@ -421,18 +421,17 @@ def _questions() -> Iterator[str]:
 
 
 def _field(rankings: Mapping[str, Ranking]) -> Iterator[str]:
-    budgets = (0.25, 0.125)
-    heads = [f"{name}, {100 * budget:g} %" for name in rankings for budget in budgets]
+    heads = [f"{name}, {100 * budget:g} %" for name in rankings for budget in BUDGETS]
     yield f"| plan | {' | '.join(heads)} |"
     yield "|---|" + "---|" * len(heads)
     scores: dict[tuple[str, float, str], Mapping[str, RankedScore]] = {}
     for name, ranking in rankings.items():
-        for budget in budgets:
+        for budget in BUDGETS:
             for place in ranking.at(budget):
                 # Of several plans of one name at a budget the first, which has most bytes.
                 scores.setdefault((name, budget, place.label), place.scores)
     for label in dict.fromkeys(label for _, _, label in scores):
-        cells = [_score(scores.get((name, budget, label))) for name in rankings for budget in budgets]
+        cells = [_score(scores.get((name, budget, label))) for name in rankings for budget in BUDGETS]
         yield f"| {label} | {' | '.join(cells)} |"
 
 
@@ -560,7 +559,7 @@ def _of_place(ranking: Ranking, place: Place) -> Measured:
     assert place.share is not None
     return Measured(
         share=place.share,
-        group="none" if place.budget is None else place.budget,
+        group="codes" if " @ " not in place.plan else "none" if place.budget is None else place.budget,
         loss=place.scores[NOVELS].difference if NOVELS in place.scores else None,
         answers={
             label: wilson(place.scores[label].mean * counts[label], counts[label])

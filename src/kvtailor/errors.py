@@ -107,7 +107,10 @@ def suggest(name: object, known: Iterable[str], limit: int = 3) -> str:
     """The tail of a message about an unknown name: near names if any, else all of them."""
     names = sorted(known)
     whole = isinstance(name, str) and len(name) <= _MOST_SHOWN
+    lower = {each.lower(): each for each in reversed(names)}
     near = difflib.get_close_matches(str(name), names, n=limit, cutoff=0.5) if whole else []
+    if whole and not near:
+        near = [lower[each] for each in difflib.get_close_matches(str(name).lower(), lower, n=limit, cutoff=0.5)]
     if near:
         return "; did you mean " + " or ".join(repr(n) for n in near) + "?"
     return "; known: " + ", ".join(names) if names else ""

@@ -44,6 +44,7 @@ def faults_of(text: str) -> tuple[str, ...]:
         ("snapkv + h2o @ tokens=99", "score is named twice, snapkv and h2o: keep one"),
         ("snapkv @ tokns=99, keep=1.0", "there is no setting named 'tokns'; did you mean 'tokens'?"),
         ("snapkv @ tokens=99, keep=0.5", "there are 2 budgets, tokens and keep: keep one"),
+        ("SNAPKV @ tokens=99", "there is no method named 'SNAPKV'; did you mean 'snapkv' or 'capkv' or 'lagkv'?"),
         ("snapkv", "a scorer needs a budget, and there is none: add tokens=1024, keep=0.25 or bytes=64MiB"),
         (
             "pyramidkv(window=3) @ tokens=99",
@@ -189,3 +190,10 @@ def test_numbers_that_no_machine_counts_are_refused(setting: str) -> None:
     budget = "" if setting != "slack" else "tokens=8, "
     with pytest.raises(PlanError, match=f"{setting} is 99999999999999999999999: give at most 281474976710656"):
         Plan.parse(f"snapkv(window=4) @ {budget}{setting}=99999999999999999999999")
+
+
+@pytest.mark.parametrize("text", ["snapkv @ bytes=2 GiB", "snapkv @ keep=½", "snapkv( @ keep=0.25"])
+def test_a_budget_that_cannot_be_read_is_not_missing(text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text)
+    assert len(caught.value.faults) == 1

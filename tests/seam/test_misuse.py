@@ -310,3 +310,43 @@ def test_a_model_in_float64_is_told_once_what_its_decoded_tokens_are() -> None:
         model(ids[:, :-1], **hand_cache(cache))
         token = model(ids[:, -1:], **hand_cache(cache)).logits
     assert 1e-12 < error(token, own[:, -1:]) < ROUNDING
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("columns", [1, 12, 29, 31])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_a_mask_of_other_columns_than_a_new_cache_gets_is_an_error(columns: int, padding: int) -> None:
+    model, (ids, _) = build("llama"), prompts((30,))
+    mask = torch.ones(1, columns, dtype=torch.int64)
+    mask[:, :padding] = 0
+    for plan in (SNAP, "full"):
+        with pytest.raises(CacheMisuse, match=f"attention_mask has {columns} columns, and generate.* got 30 tokens"):
+            cache = kvtailor.cache_for(model, plan)
+            model.generate(ids, attention_mask=mask, max_new_tokens=2, **hand_cache(cache))
+        with pytest.raises(CacheMisuse, match=rf"must be \(1, 30\), and is \(1, {columns}\)"):
+            kvtailor.generate(model, ids, mask, plan=plan, max_new_tokens=2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(30,), (2, 30), (1, 1, 30, 30)])
+def test_a_mask_of_other_rows_is_an_error(shape: tuple[int, ...]) -> None:
+    model, (ids, _) = build("llama"), prompts((30,))
+    for filled in (1, 0):
+        mask = torch.ones(shape, dtype=torch.int64)
+        mask[..., 0] = filled
+        with pytest.raises(CacheMisuse, match=r"must be \(1, 30\), and is"):
+            kvtailor.generate(model, ids, mask, plan=SNAP, max_new_tokens=2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plan", [SNAP, "kivi4"])
+def test_padding_behind_a_row_is_told_where_a_plan_goes_by_what_comes_last(plan: str) -> None:
+    model, (ids, mask) = build("llama"), prompts((30, 22))
+    right = mask.flip(1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        kvtailor.generate(model, ids, mask, plan=plan, max_new_tokens=2)
+        assert not [each for each in said if "ends in padding" in str(each.message)]
+        kvtailor.generate(model, ids.flip(1), right, plan=plan, max_new_tokens=2)
+    told = [each for each in said if "ends in padding" in str(each.message)]
+    assert len(told) == (plan == SNAP)

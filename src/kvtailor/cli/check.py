@@ -70,6 +70,7 @@ def command(
     \b
     kvtailor check "snapkv @ keep=0.25" --model NAME
     kvtailor check --model NAME --measure     # every preset, in minutes
+    kvtailor check "kivi4; k3v3" --model NAME --measure
     kvtailor check --model NAME --engine vllm
 
     Also reports where a budget does nothing, or leaves nothing to the score. A model's weights are not loaded, only its
@@ -156,6 +157,11 @@ command.option_groups = {
 }
 
 
+def _split(plan: tuple[str, ...]) -> list[str]:
+    """The plans of the words of a line, with ';' between them."""
+    return [each.strip() for each in " ".join(plan).split(";") if each.strip()]
+
+
 def _check_unmeasured(plan: tuple[str, ...], measured: dict[str, Any]) -> None:
     """Refuse options of a measurement where nothing is measured, and a check of no plan."""
     idle = [f"--{name.replace('_', '-')}" for name, value in measured.items() if value]
@@ -205,7 +211,7 @@ def _measure(
             if engine is not None:
                 found = check_engine(subject, engine, text, **how)
             else:
-                found = check_model(subject, text, plans=[str(read_plan(plan))] if plan else [], **how)
+                found = check_model(subject, text, plans=[str(read_plan((each,))) for each in _split(plan)], **how)
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(str(found))

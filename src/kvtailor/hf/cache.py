@@ -409,6 +409,11 @@ class KvCache(Cache):
         seen = self.seen
         self._conversation.check_rows(seen=seen)
         alone = call.columns == seen + call.tokens
+        if not seen and not alone:
+            raise CacheMisuse(
+                f"attention_mask has {call.columns} columns, and generate() got {call.tokens} tokens for a new cache: "
+                f"pass one of {call.tokens} columns"
+            )
         if seen and not alone:
             if call.columns != call.tokens:
                 raise CacheMisuse(

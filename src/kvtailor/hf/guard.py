@@ -386,7 +386,8 @@ class CacheGuard:
             raise CacheMisuse(
                 f"layer {now.layer} updated this cache, but its attention never used it, so its output is "
                 f"not to be trusted: the model must run with attn_implementation={NAME!r}, which kvtailor.cache_for "
-                f"sets and something has changed since. If the forward was interrupted, {START_OVER}"
+                "sets on the model that it is given. So this is another model than that, or something has changed it "
+                f"since. If the forward was interrupted, {START_OVER}"
             )
 
     def _bits_of_undo(self) -> int:

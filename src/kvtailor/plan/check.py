@@ -10,11 +10,12 @@ import torch
 from kvtailor.plan import registry
 from kvtailor.plan.arguments import Broken, type_faults, with_nested
 
-__all__ = ["BUDGETS", "SETTINGS", "all_faults", "wrong_kinds"]
+__all__ = ["BUDGETS", "NO_BUDGET", "SETTINGS", "all_faults", "wrong_kinds"]
 
 BUDGETS = ("tokens", "keep", "bytes")
 _MOST = 1 << 48
 SETTINGS = (*BUDGETS, "slack")
+NO_BUDGET = "a scorer needs a budget, and there is none: add tokens=1024, keep=0.25 or bytes=64MiB"
 
 
 def all_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -> list[str]:
@@ -54,7 +55,7 @@ def _settings_faults(settings: Mapping[str, object], evicts: bool | None, splits
     if len(asked) > 1:
         faults.append(f"there are {len(asked)} budgets, {' and '.join(asked)}: keep one")
     if evicts and not asked and not splits:
-        faults.append("a scorer needs a budget, and there is none: add tokens=1024, keep=0.25 or bytes=64MiB")
+        faults.append(NO_BUDGET)
     if evicts is False and asked:
         faults.append(
             f"there is a budget ({', '.join(asked)}) but no scorer, so nothing would be evicted: add a scorer such as "

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvtailor.encode.contract import Codec
 from kvtailor.errors import ArgumentError, KvtailorError, UnknownName, shown, suggest
 from kvtailor.plan import registry
 from kvtailor.plan.arguments import Broken, load
-from kvtailor.plan.check import BUDGETS, SETTINGS, all_faults
+from kvtailor.plan.check import BUDGETS, NO_BUDGET, SETTINGS, all_faults
 from kvtailor.plan.grammar import MOST_DEEP, Value, Word, as_word, bytes_of, read_line, too_much
 
 __all__ = ["ParsedPlan", "line_parts", "toml_parts"]
@@ -50,7 +50,11 @@ def line_parts(text: str) -> ParsedPlan:
             chosen.faults.append(str(error))
             chosen.unsure = True
     _check_keys(line.settings, SETTINGS, "setting", chosen.faults)
-    return chosen.asked(line.settings)
+    asked = chosen.asked(line.settings)
+    if chosen.unsure and any(f"{name}=" in "".join(text.split()) for name in BUDGETS):
+        # There is one, in a piece that has a fault of its own.
+        return replace(asked, faults=[each for each in asked.faults if each != NO_BUDGET])
+    return asked
 
 
 def toml_parts(text: str) -> ParsedPlan:

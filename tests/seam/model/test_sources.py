@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +141,11 @@ def test_all_of_them_are_errors_of_ours() -> None:
     """And of the kinds that they were before."""
     assert issubclass(ModelNotFound, KvtailorError)
     assert issubclass(ModelNotFound, FileNotFoundError) and issubclass(ModelNotFound, ConnectionError)
+
+
+def test_threads_that_read_models_at_once_get_whole_ones() -> None:
+    ids = torch.arange(3, 20)[None]
+    with ThreadPoolExecutor(3) as threads:
+        models = list(threads.map(lambda _: kvtailor.load_model("demo", dtype=torch.float32)[0], range(6)))
+    found = [model(ids).logits for model in models]
+    assert all(torch.equal(found[0], each) for each in found[1:]) and found[0].isfinite().all()

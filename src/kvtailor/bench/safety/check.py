@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from kvtailor.bench import checks
 from kvtailor.bench.build import Text, make_task
 from kvtailor.bench.checks.fraud import Fraud
 from kvtailor.bench.contestant import OWN, Contestant
@@ -183,7 +184,7 @@ class _Check:
         # Where plans are scored side by side, one that takes long must not be the last.
         self.candidates = sorted(candidates, key=lambda each: -_readings(each.contestant))
         self.out, self.again, self.workers, self.progress = out, again, workers, progress
-        self.tasks: list[Task] = [
+        self.tasks: list[Perplexity] = [
             kind(
                 text=part.text,
                 source=part.source,
@@ -194,6 +195,9 @@ class _Check:
             )
             for kind, part, count in zip((_FirstWindows, _FurtherWindows), parts, WINDOWS, strict=True)
         ]
+        for task in self.tasks:
+            # Before the first step: else a plan that needs no further windows would pass on a text that others do not.
+            checks.check_repetition([each.text for each in task.cut(self.subject)], task.least_distinct, task.source)
         self.questions = [
             make_task(
                 "needle",

@@ -172,7 +172,9 @@ class Perplexity(PlanByPlan):
         super().__post_init__()
         if self.continuation < 2:
             raise ArgumentError(
-                "asked for continuation=1: the prompt's own logits score that token, and no cache is read"
+                f"asked for {self.continuation} token behind windows of {self.context}: the prompt's own logits "
+                "score it, and no cache is read: give a continuation of 2 or more (where none is given "
+                "it is a quarter of the context)"
             )
 
     def texts(self) -> dict[str, str]:

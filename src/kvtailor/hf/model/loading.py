@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ __all__ = [
 ]
 
 
+_READS = threading.RLock()
 # Files of which a tokenizer is read, the usual one first.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 # Kinds of GGUF tensors that hold numbers as they are.
@@ -115,7 +117,9 @@ def load(
             if dtype is not None and cache_dtype is None and processes.size == 1:
                 cache_dtype = config.get_text_config(decoder=True).dtype
                 warnings.warn(f"{model}: {cache_stays(config)}", stacklevel=3)
-    tokenizer, loaded = _read(model, source, base, dtype, processes)
+    # transformers keeps what it does for the whole process: of two at once one may be left without weights.
+    with _READS:
+        tokenizer, loaded = _read(model, source, base, dtype, processes)
     if Path(source).is_file():
         warnings.warn(f"{source}: {_dequantised(Path(source), loaded)}", stacklevel=3)
     if tokenizer.pad_token_id is None:

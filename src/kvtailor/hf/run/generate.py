@@ -26,6 +26,7 @@ from kvtailor.hf.model.rope_border import check_border
 from kvtailor.hf.model.tensor_parallel import RankHeads, broadcast_from_first, share_of
 from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.arguments import OF_CACHES, check_config, check_no_template, file_of, known_words, own_words
+from kvtailor.hf.run.prefill import check_mask
 from kvtailor.hf.run.reader import CacheReader
 from kvtailor.hf.run.sharing import can_follow, can_remake, keep_queries
 from kvtailor.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS
@@ -172,6 +173,7 @@ def generate(
         _check_taking_back(model, small)
     device = input_device(model)
     ids, mask = input_ids.to(device), None
+    check_mask(attention_mask, tuple(input_ids.shape))
     if attention_mask is not None and not bool(attention_mask.all()):
         mask = attention_mask.to(device)
 

@@ -5,6 +5,7 @@ What a question-agnostic cache is made with: the document is prefilled once, and
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -36,7 +37,7 @@ from kvtailor.plan.calls import check_call
 from kvtailor.types import Repetition
 from kvtailor.types.late_checks import send
 
-__all__ = ["INSTRUCTION", "begin", "instruction_of", "prefill", "read", "repetitions"]
+__all__ = ["INSTRUCTION", "begin", "check_mask", "instruction_of", "prefill", "read", "repetitions"]
 
 INSTRUCTION = "\n\nNow repeat all of the text above, word for word:\n"
 """The instruction before the model repeats a piece of its context, where there is a tokenizer."""
@@ -279,6 +280,19 @@ def _weights(
             yield lengths
 
 
+def check_mask(mask: Tensor | None, wanted: tuple[int, ...], *, seen: int = 0) -> None:
+    """Raise where a mask is not one of rows and columns (b, n), of which a cache has seen some.
+
+    Raises:
+        CacheMisuse: it has another shape.
+    """
+    if mask is not None and tuple(mask.shape) != wanted:
+        raise CacheMisuse(
+            f"the cache has seen {seen} tokens and {wanted[1] - seen} are new, so the attention_mask must be "
+            f"{wanted}, and is {tuple(mask.shape)}"
+        )
+
+
 def _check(
     model: Any, cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None, instruction: Tensor | None
 ) -> None:
@@ -286,12 +300,15 @@ def _check(
         raise CacheMisuse(f"prefill takes token ids (b, n), n at least 1, and got {tuple(ids.shape)}")
     if chunk is not None and chunk < 1:
         raise CacheMisuse(f"asked for chunk={chunk}: give at least 1 token, or None to feed all at once")
-    wanted = (ids.shape[0], cache.seen + ids.shape[1])
-    if mask is not None and tuple(mask.shape) != wanted:
-        raise CacheMisuse(
-            f"the cache has seen {cache.seen} tokens and {ids.shape[1]} are new, so the attention_mask must be "
-            f"{wanted}, and is {tuple(mask.shape)}"
-        )
+    check_mask(mask, (ids.shape[0], cache.seen + ids.shape[1]), seen=cache.seen)
+    if mask is not None and cache.plan.evicts:
+        new = mask[:, cache.seen :].to(torch.bool)
+        if bool((new.any(1) & ~new[:, -1]).any()):
+            warnings.warn(
+                f"a row of this prompt ends in padding, and {cache.plan} goes by what comes last: that row keeps other "
+                "tokens than alone. Pad on the left (tokenizer.padding_side = 'left')",
+                stacklevel=4,
+            )
     twice = cache.engine.needs.reconstruction is not None
     if cache.geometry.restarts and (twice or (chunk is not None and 1 < chunk < ids.shape[1])):
         asked = f"{cache.plan} reads its context twice" if twice else f"asked for chunk={chunk}"
