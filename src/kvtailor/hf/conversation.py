@@ -8,6 +8,7 @@ that begins otherwise. Embeddings have no ids.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -201,18 +202,22 @@ class Conversation:
             equal = known.columns
 
     def check_new(self, ids: Tensor, *, seen: int) -> None:
-        """Raise where ids (b, t) that should follow what was seen are, or begin with, all of it once more."""
+        """Raise where ids (b, t) begin with all that was seen once more; warn where they are just that."""
         columns = self.columns
         if columns < max(seen, _NO_CHANCE) or ids.shape[1] < columns or ids.shape[0] != len(self.known[-1].hashes):
             return
         beginning = _hashes(ids[:, :columns], self.real, (0,) * ids.shape[0])
         if beginning == self.known[-1].hashes:
-            begin, give = f"begin with the {seen} that", f"give it input_ids[:, {seen}:]"
-            if ids.shape[1] == seen:
-                begin, give = "are those that", "leave it out"
+            if ids.shape[1] == columns:
+                # The same words twice may be meant.
+                warnings.warn(
+                    f"these {columns} token ids are those that this cache has seen, and prefill feeds them once more",
+                    stacklevel=5,
+                )
+                return
             raise CacheMisuse(
-                f"these {ids.shape[1]} token ids {begin} this cache has seen, and prefill takes what follows them: "
-                f"{give}, or give a new cache"
+                f"these {ids.shape[1]} token ids begin with the {seen} that this cache has seen, and prefill takes "
+                f"what follows them: give it input_ids[:, {seen}:], or a new cache"
             )
 
     def crop(self, seen: int) -> None:

@@ -294,13 +294,3 @@ def test_windows_of_a_padded_second_turn_are_counted_in_columns(window: int, sam
     batched, solo = torch.stack(found[:3]), torch.stack(found[3:])
     # Five columns of padding stand between the context and the turn of the shorter row.
     assert torch.equal(torch.cat([batched[..., :40], batched[..., 45:]], -1), solo) is same
-
-
-@torch.no_grad()
-def test_what_a_cache_has_seen_is_not_fed_once_more() -> None:
-    model, ids = build("llama"), prompts((40,))[0]
-    cache = kvtailor.prefill(model, ids, plan="kivi4")
-    for more in (ids, torch.cat([ids, ids[:, :5]], 1)):
-        with pytest.raises(CacheMisuse, match="this cache has seen, and prefill takes what follows"):
-            kvtailor.prefill(model, more, cache=cache)
-    assert cache.seen == 40 and kvtailor.prefill(model, ids[:, 1:], cache=cache).seen == 79
