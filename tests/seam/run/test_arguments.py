@@ -522,3 +522,9 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
         told_of = CliRunner().invoke(command, asked).stdout.splitlines()[-1]
         found.append(json.loads(told_of)["prompt_tokens"])
     assert found[0] == found[1]
+
+
+def test_sampling_without_do_sample_is_told(demo: Any) -> None:
+    ids = torch.arange(3, 20)[None]
+    with pytest.warns(UserWarning, match="greedy decoding leaves temperature and top_p unread"):
+        kvtailor.generate(demo[0], ids, temperature=0.5, top_p=0.9, max_new_tokens=2)

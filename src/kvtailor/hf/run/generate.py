@@ -155,7 +155,10 @@ def generate(
         CacheMisuse: what was given does not fit together, or the model's config.json has words of `generate`.
         UnknownName: there is no such argument.
     """
-    drawn = {"temperature": (temperature, 1.0), "top_k": (top_k, None), "top_p": (top_p, 1.0)} if do_sample else {}
+    sampling = {"temperature": (temperature, 1.0), "top_k": (top_k, None), "top_p": (top_p, 1.0)}
+    drawn = sampling if do_sample else {}
+    if idle := [name for name, (value, usual) in sampling.items() if value != usual and not do_sample]:
+        warnings.warn(f"greedy decoding leaves {' and '.join(idle)} unread: give do_sample=True", stacklevel=4)
     _check_text_alone(model, input_ids, inputs, {name for name, (value, usual) in drawn.items() if value == usual})
     target_plan, small_plan, own_plan = (_parsed(each) for each in (plan, draft_plan, middle_plan))
     assert target_plan is not None
