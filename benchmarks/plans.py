@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.micro.cases import model_states
@@ -112,7 +113,8 @@ def model_of(shape: str, layers: int, dtype: torch.dtype) -> Any:
 
 
 def trained_model(folder: Path, layers: int, dtype: torch.dtype) -> Any:
-    """Return the first layers of a model."""
+    """Return the first layers of a model, without a report of those that are left out."""
+    transformers.logging.set_verbosity_error()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, num_hidden_layers=layers).eval()
 
 

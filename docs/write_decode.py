@@ -54,7 +54,7 @@ WHY_OVER_OWN: dict[str, str] = {
 }
 WHY_OVER_PROMPT: dict[str, str] = {
     "rkv": "it compares keys until one is alike, and of keys of random weights it compares all pairs",
-    "kvquant2": "its quartiles hold 1.10; levels are fitted to each channel of its keys",
+    "kvquant4": "its quartiles hold 1.10; levels are fitted to each channel of its keys",
     "asymkv": "it weighs each key by the window's queries, one head at a time, and prices pairs in rounds on the host",
 }
 WHY_OVER_PARTS: dict[str, str] = {
@@ -248,7 +248,7 @@ def _left_out(runs: Runs) -> list[str]:
         wanting = Counter(text.partition(":")[0] for text in uncalibrated.values())
         whose = wanting if any("+" in plan for plan in uncalibrated) else dict.fromkeys(uncalibrated, 1)
         said.append(
-            f"{len(uncalibrated)} want a file made for a model's weights, and these are random ({_named(whose)})"
+            f"{len(uncalibrated)} want a file made for the model's weights, and none is there ({_named(whose)})"
         )
     if twice:
         said.append(f"{len(twice)} read a context twice ({_named(dict.fromkeys(twice, 1))})")

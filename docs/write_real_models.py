@@ -62,8 +62,9 @@ START = {
     "fewer tokens, so faster new ones": "snapkv(kernel=21) + adakv @ keep=0.25",
 }
 """What README recommends, by what a reader wants."""
+EIGHTH = "snapkv, kernel 21 + adakv + turboquant, 4 bits", 0.125, "snapkv + adakv + turboquant4"
+"""The row of the suite `field` that README names for an eighth of the bytes, its budget, and how a user writes it."""
 ALSO = (
-    "| an eighth | `fit`, above | 12.5 % | no plan that was measured is safe on either | | |",
     "| questions that come later | codes of 4 bits, or `kvtailor.read(model, tokenizer, text, plan=plan)` | |"
     " [which plans serve them](docs/how-to/ask-later.md) | | |",
     "| endless decoding | `streamingllm @ tokens=1024` | fixed | forgets the middle;"
@@ -81,6 +82,7 @@ _BLOCK = re.compile(
 _EMBEDDED = re.compile(r"<!-- measured: ([^/]+?) -->\n(.*?)<!-- /measured -->", re.DOTALL)
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 _WIDTH = 118
+_HARMS = 0.02
 _NAMED = 3
 _ORDERS = (
     "loses less on novels than",
@@ -118,7 +120,7 @@ def written(page: str, models: Mapping[str, Mapping[str, Row]], rankings: Mappin
 
     def block(hit: re.Match[str]) -> str:
         made: dict[str, Callable[[], Iterator[str]]] = {
-            "start": lambda: _start(models),
+            "start": lambda: _start(models, rankings),
             "all": lambda: _all(models),
             "texts": lambda: _texts(models),
             "sets": _sets,
@@ -294,14 +296,38 @@ def _judged(plan: str) -> str:
     return "safe" if {*words.values()} == {"shown"} else "not shown"
 
 
-def _start(models: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
+def _start(models: Mapping[str, Mapping[str, Row]], rankings: Mapping[str, Ranking]) -> Iterator[str]:
     yield f"| you want | start from | bytes | {' | '.join(f'at most lost on {name}' for name in models)} | judged |"
     yield "|---|---|---|" + "---|" * len(models) + "---|"
     for want, plan in START.items():
         rows = [rows.get(plan) for rows in models.values()]
         cells = [*(_at_most(name, plan, row) for name, row in zip(models, rows, strict=True)), _judged(plan)]
         yield f"| {want} | `{plan}` | {_bytes(rows)} | {' | '.join(cells)} |"
+    yield from _eighth(rankings)
     yield from ALSO
+
+
+def _eighth(rankings: Mapping[str, Ranking]) -> Iterator[str]:
+    """The row of `EIGHTH`: upper ends on novels, right answers, and whether any of it is shown to be harmful."""
+    label, budget, written = EIGHTH
+    if not rankings:
+        return
+    keeps, cells, harmed = set(), [], []
+    for name, ranking in rankings.items():
+        place = next(each for each in ranking.at(budget) if each.label == label)
+        loss, right = place.scores[NOVELS].difference, place.scores[NEEDLES].mean
+        count = next(each.full.count for each in ranking.columns if each.label == NEEDLES and each.full is not None)
+        assert loss.low is not None and loss.high is not None
+        keeps.add(float(place.plan.partition(" @ keep=")[2]))
+        cells.append(f"{loss.high:.3f}, -, -; {round(right * count)} of {count}")
+        harmed += [name] if loss.low > _HARMS else []
+    told = f"harmful: novels on {' and '.join(harmed)}" if harmed else "not shown"
+    least, most = min(keeps), max(keeps)
+    yield (
+        f"| an eighth | `{written} @ keep={least:.2f}` to {most:.2f}, by the model; or `fit`, above | "
+        f"{100 * budget:g} % | "
+        f"{' | '.join(cells)} | {told} |"
+    )
 
 
 def _at_most(model: str, plan: str, row: Row | None) -> str:
@@ -446,8 +472,10 @@ def _score(scores: Mapping[str, RankedScore] | None) -> str:
 
 def _run(models: Mapping[str, Mapping[str, Row]], rankings: Mapping[str, Ranking]) -> Iterator[str]:
     for model in models:
-        told = [f"novels {models[model]['full'].value('perplexity.nll'):.3f} nats"]
-        for column in rankings[model].columns if model in rankings else ():
+        columns = rankings[model].columns if model in rankings else ()
+        novels = next((each.full for each in columns if each.label == NOVELS and each.full is not None), None)
+        told = [f"novels {novels.value if novels else models[model]['full'].value('perplexity.nll'):.3f} nats"]
+        for column in columns:
             if column.label in ASKED and column.full is not None:
                 silent = ", which therefore say nothing" if column.silent else ""
                 told.append(f"{_answered(column.full, ASKED[column.label])}{silent}")
