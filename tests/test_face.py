@@ -177,8 +177,8 @@ def calls(model: Any, stopped: Any, tokenizer: Any, folder: Path) -> dict[str, d
             "again": True,
             "name": None,
         },
-        "check_engine": work | checked | {"engine": "sglang"},
-        "check_model": work | checked | {"plans": [PLAN]},
+        "check_engine": work | checked | {"engine": "sglang", "workers": 1},
+        "check_model": work | checked | {"plans": [PLAN], "workers": 1},
         "evaluate": work
         | cells
         | {
@@ -209,6 +209,7 @@ def calls(model: Any, stopped: Any, tokenizer: Any, folder: Path) -> dict[str, d
             "stages": ("layers",),
             "timed": False,
             "out": None,
+            "workers": 1,
             "progress": None,
         },
         "generate": of_plan
