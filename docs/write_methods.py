@@ -141,7 +141,7 @@ def _index(stages: Mapping[str, list[registry.MethodInfo]], papers: tuple[Paper,
         yield f"  - Paper: {source or 'none'}. Suggested budget: {f'`{preset.budget}`' if preset.budget else 'none'}."
         plan = Plan.parse(line)
         lost = " ".join(of_plan(plan)) or "Not measured on a real model."
-        yield f"  - {'What the others are held against.' if plan == FULL else lost}"
+        yield f"  - {'What the others are held against.' if str(plan) == FULL else lost}"
     yield ""
 
 

@@ -489,7 +489,8 @@ def _verdict(
     rankings: Mapping[str, Ranking],
 ) -> Iterator[str]:
     every = {model: _by_label(rankings[model], models[model]) for model in models if model in rankings}
-    checked = {model: there.get(suite_rows().get(name)) for model, there in read_checks().items()}
+    plan = suite_rows().get(name)
+    checked = {} if plan is None else {model: there.get(plan) for model, there in read_checks().items()}
     if not any(name in found or checked.get(model) for model, found in every.items()):
         yield "Not measured on a real model."
         return
