@@ -159,7 +159,7 @@ def read(
         # Tokens that stand for images may have no row.
         check_ids(model, here)
     ids = input_ids.to(device)
-    mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.to(device)
+    mask = None if attention_mask is None or _hides_nothing(attention_mask, cache) else attention_mask.to(device)
     engine, twice = cache.engine, cache.engine.needs.reconstruction
     passes: list[tuple[ReconstructionPass, Tensor]] = []
     words = torch.zeros(0, dtype=torch.int64) if instruction is None else instruction
@@ -280,6 +280,20 @@ def _weights(
             yield lengths
 
 
+def _hides_nothing(mask: Tensor, cache: KvCache) -> bool:
+    """Whether nothing of a mask (b, n) is padding; warn where a row ends in some and the plan evicts."""
+    new = mask[:, cache.seen :].to(torch.bool)
+    # One wait for the device.
+    whole, ends = torch.stack([mask.all(), (new.any(1) & ~new[:, -1]).any()]).tolist()
+    if ends and cache.plan.evicts:
+        warnings.warn(
+            f"a row of this prompt ends in padding, and {cache.plan} goes by what comes last: that row keeps other "
+            "tokens than alone. Pad on the left (tokenizer.padding_side = 'left')",
+            stacklevel=4,
+        )
+    return bool(whole)
+
+
 def check_mask(mask: Tensor | None, wanted: tuple[int, ...], *, seen: int = 0) -> None:
     """Raise where a mask is not one of rows and columns (b, n), of which a cache has seen some.
 
@@ -301,14 +315,6 @@ def _check(
     if chunk is not None and chunk < 1:
         raise CacheMisuse(f"asked for chunk={chunk}: give at least 1 token, or None to feed all at once")
     check_mask(mask, (ids.shape[0], cache.seen + ids.shape[1]), seen=cache.seen)
-    if mask is not None and cache.plan.evicts:
-        new = mask[:, cache.seen :].to(torch.bool)
-        if bool((new.any(1) & ~new[:, -1]).any()):
-            warnings.warn(
-                f"a row of this prompt ends in padding, and {cache.plan} goes by what comes last: that row keeps other "
-                "tokens than alone. Pad on the left (tokenizer.padding_side = 'left')",
-                stacklevel=4,
-            )
     twice = cache.engine.needs.reconstruction is not None
     if cache.geometry.restarts and (twice or (chunk is not None and 1 < chunk < ids.shape[1])):
         asked = f"{cache.plan} reads its context twice" if twice else f"asked for chunk={chunk}"
