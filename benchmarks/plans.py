@@ -266,16 +266,14 @@ def setting(asked: argparse.Namespace) -> dict[str, Any]:
     """Return how plans are measured, and on what."""
     names = ("plans", "every", "shape", "dtype", "cache_dtype", "layers", "threads", "clock", "rounds")
     kernels, machine = library(), describe(bandwidth=False)
-    trained = {} if asked.model is None else {"model": asked.model.name, "text": asked.text.name}
-    return (
-        {name: getattr(asked, name) for name in names}
-        | trained
-        | {
-            "cpu": f"{machine['processor']}, kernels {kernels.variant if kernels else 'none'}",
-            "torch": torch.__version__,
-            "commit": machine["commit"],
-        }
-    )
+    found = {name: getattr(asked, name) for name in names}
+    if asked.model is not None:
+        found |= {"model": asked.model.name, "text": asked.text.name}
+    return found | {
+        "cpu": f"{machine['processor']}, kernels {kernels.variant if kernels else 'none'}",
+        "torch": torch.__version__,
+        "commit": machine["commit"],
+    }
 
 
 def read_bandwidth(clock: Callable[[], float]) -> float:

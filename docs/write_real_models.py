@@ -82,7 +82,6 @@ _BLOCK = re.compile(
 _EMBEDDED = re.compile(r"<!-- measured: ([^/]+?) -->\n(.*?)<!-- /measured -->", re.DOTALL)
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 _WIDTH = 118
-_HARMS = 0.02
 _NAMED = 3
 _ORDERS = (
     "loses less on novels than",
@@ -308,26 +307,24 @@ def _start(models: Mapping[str, Mapping[str, Row]], rankings: Mapping[str, Ranki
 
 
 def _eighth(rankings: Mapping[str, Ranking]) -> Iterator[str]:
-    """The row of `EIGHTH`: upper ends on novels, right answers, and whether any of it is shown to be harmful."""
+    """The row of `EIGHTH`: upper ends on novels, right answers, and what the report says of this plan alone."""
     label, budget, written = EIGHTH
     if not rankings:
         return
     keeps, cells, harmed = set(), [], []
     for name, ranking in rankings.items():
         place = next(each for each in ranking.at(budget) if each.label == label)
-        loss, right = place.scores[NOVELS].difference, place.scores[NEEDLES].mean
-        count = next(each.full.count for each in ranking.columns if each.label == NEEDLES and each.full is not None)
-        assert loss.low is not None and loss.high is not None
+        told = _of_place(ranking, place)
+        assert told.loss is not None and told.loss.high is not None
+        right = told.answers[NEEDLES]
         keeps.add(float(place.plan.partition(" @ keep=")[2]))
-        cells.append(f"{loss.high:.3f}, -, -; {round(right * count)} of {count}")
-        harmed += [name] if loss.low > _HARMS else []
-    told = f"harmful: novels on {' and '.join(harmed)}" if harmed else "not shown"
-    least, most = min(keeps), max(keeps)
-    yield (
-        f"| an eighth | `{written} @ keep={least:.2f}` to {most:.2f}, by the model; or `fit`, above | "
-        f"{100 * budget:g} % | "
-        f"{' | '.join(cells)} | {told} |"
-    )
+        cells.append(f"{told.loss.high:.3f}, -, -; {round(right.value * right.count)} of {right.count}")
+        records = read_records(ROOT / "docs" / "records" / f"{MODELS[name]}-field")
+        word = _words([each for each in records if each.label in ("full", place.plan)])[place.plan]
+        harmed += [name] if word == "harmful" else []
+    word = f"harmful, judged alone: novels on {' and '.join(harmed)}" if harmed else "not shown"
+    plan = f"`{written} @ keep={min(keeps):.2f}` to {max(keeps):.2f}, by the model; or `fit`, above"
+    yield f"| an eighth, of 2,048 tokens | {plan} | {100 * budget:g} % | {' | '.join(cells)} | {word} |"
 
 
 def _at_most(model: str, plan: str, row: Row | None) -> str:

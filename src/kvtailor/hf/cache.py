@@ -409,17 +409,12 @@ class KvCache(Cache):
         seen = self.seen
         self._conversation.check_rows(seen=seen)
         alone = call.columns == seen + call.tokens
-        if not seen and not alone:
-            raise CacheMisuse(
-                f"attention_mask has {call.columns} columns, and generate() got {call.tokens} tokens for a new cache: "
-                f"pass one of {call.tokens} columns"
-            )
-        if seen and not alone:
+        if not alone:
             if call.columns != call.tokens:
+                other = f", if all of these tokens are new, or of {call.tokens}, if they are the whole conversation"
                 raise CacheMisuse(
                     f"attention_mask has {call.columns} columns, and generate() got {call.tokens} tokens for a cache "
-                    f"that has seen {seen}: pass one of {seen + call.tokens} columns, if all of these tokens are new, "
-                    f"or of {call.tokens}, if they are the whole conversation"
+                    f"that has seen {seen}: pass one of {seen + call.tokens} columns{other if seen else ''}"
                 )
             if call.ids is None:
                 check_longer(call.tokens, seen=seen)

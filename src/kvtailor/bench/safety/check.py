@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvtailor.bench import checks
 from kvtailor.bench.build import Text, make_task
 from kvtailor.bench.checks.fraud import Fraud
 from kvtailor.bench.contestant import OWN, Contestant
@@ -197,7 +196,7 @@ class _Check:
         ]
         for task in self.tasks:
             # Before the first step: else a plan that needs no further windows would pass on a text that others do not.
-            checks.check_repetition([each.text for each in task.cut(self.subject)], task.least_distinct, task.source)
+            task.cut_distinct(self.subject)
         self.questions = [
             make_task(
                 "needle",

@@ -202,8 +202,7 @@ class Perplexity(PlanByPlan):
 
         from kvtailor.bench import checks
 
-        windows = self.cut(subject)
-        share = checks.check_repetition([w.text for w in windows], self.least_distinct, self.source)
+        windows, share = self.cut_distinct(subject)
         checks.check_distinct([hash_of(w.context, w.targets) for w in windows], self.source)
         notes = origin_notes(self.source, self.origin)
         size, positions = self.context + self.continuation, subject.positions
@@ -276,6 +275,18 @@ class Perplexity(PlanByPlan):
             notes=tried,
             held=heaviest,
         )
+
+    def cut_distinct(self, subject: Subject) -> tuple[list[Window], float | None]:
+        """The windows, and what share of their words' runs is different, see `checks.check_repetition`.
+
+        Raises:
+            Fraud: "repeated text", where that is too small.
+            KvtailorError: see `cut`.
+        """
+        from kvtailor.bench import checks
+
+        windows = self.cut(subject)
+        return windows, checks.check_repetition([w.text for w in windows], self.least_distinct, self.source)
 
     def cut(self, subject: Subject) -> list[Window]:
         """The windows, the same for every plan.

@@ -167,6 +167,7 @@ def generate(
     if graphs and drafts:
         raise CacheMisuse("graphs=True replays steps of one token, and with a draft several are read at once")
     _check_ids(model, input_ids, max_new_tokens, streams=streamer is not None)
+    check_mask(attention_mask, tuple(input_ids.shape))
     _check_processes(model, gamma, min_gain, drafts=drafts, graphs=graphs)
     rule: Rule = Greedy()
     if do_sample:
@@ -176,7 +177,6 @@ def generate(
         _check_taking_back(model, small)
     device = input_device(model)
     ids, mask = input_ids.to(device), None
-    check_mask(attention_mask, tuple(input_ids.shape))
     if attention_mask is not None and not bool(attention_mask.all()):
         mask = attention_mask.to(device)
 
