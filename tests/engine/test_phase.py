@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.seam.zoo import build
+from tests.support.every_plan import every_plan, first_of_each_method, plans_of_presets
+from tests.support.seam.zoo import build, prompts
 
 import kvtailor
 from kvtailor.engine import rollback
@@ -19,21 +20,25 @@ from kvtailor.engine.phase import (
     Recording,
     Replaying,
     Speculating,
+    Stopped,
 )
 from kvtailor.engine.reading import ReconstructionPass
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.model.calibrated import UNTRAINED
+from kvtailor.hf.run.feeding import fed
 from kvtailor.hf.versions import hand_cache
 
 PIECE = ReconstructionPass(
     columns=[torch.arange(3)], sinks=[torch.arange(1)], real=torch.ones((1, 2), dtype=torch.bool)
 )
-WAYS = ("deferred", "reconstructing", "speculating", "replaying", "record")
+CASES = [*first_of_each_method(), *plans_of_presets()]
+WAYS = ("deferred", "reconstructing", "speculating", "replaying", "record", "stop")
 
 
 def enter(switch: PhaseSwitch, way: str) -> object:
-    """Go a way, and return the context manager that leads back; None for recording, which is ended by a call."""
-    if way == "record":
-        switch.record()
+    """Go a way, and return the context manager that leads back; None where a call ends it."""
+    if way in ("record", "stop"):
+        getattr(switch, way)()
         return None
     context = switch.reconstructing(PIECE) if way == "reconstructing" else getattr(switch, way)()
     context.__enter__()
@@ -58,9 +63,9 @@ def test_only_a_reconstruction_inside_a_deferral_goes_together(first: str, secon
         return
     enter(switch, first)
     before = switch.now
-    if (first, second) in (("deferred", "reconstructing"), ("record", "record")):
+    if (first, second) in (("deferred", "reconstructing"), ("record", "record"), ("stop", "stop")):
         enter(switch, second)
-        assert isinstance(switch.now, Reconstructing | Recording)
+        assert isinstance(switch.now, Reconstructing | Recording | Stopped)
         return
     with pytest.raises(CacheMisuse, match=r"asked for a phase .* end that first"):
         enter(switch, second)
@@ -203,3 +208,21 @@ def test_a_crop_may_come_after_a_recording_that_ended_without_one(plan: str) -> 
     cache.crop(-3)
     logits = [model(ids[:, 39:], **hand_cache(each)).logits for each in (cache, plain)]
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "store: host"])
+def test_what_a_stopped_cache_gives_is_what_it_gives_otherwise(case: str) -> None:
+    """Its plan acts on new tokens behind their attention, so the last of them need not be acted on."""
+    model = build("llama")
+    setattr(model, UNTRAINED, True)
+    plan, (ids, mask) = every_plan()[case], prompts((61, 40, 57))
+    caches = [kvtailor.cache_for(model, plan) for _ in range(2)]
+    for cache in caches:
+        kvtailor.prefill(model, ids, mask, cache=cache)
+    held = caches[1].held().clone()
+    caches[1].engine.switch.stop()
+    more = torch.arange(27).view(3, 9)
+    mask = torch.cat([mask, torch.ones_like(more)], 1)
+    plain, stopped = (fed(model, cache, more, mask) for cache in caches)
+    assert torch.equal(plain, stopped)
+    assert torch.equal(caches[1].held(), held + 9), "nothing of it was dropped"

@@ -311,13 +311,21 @@ class Subject:
         return tuple(Contestant(label=label, text=str(each), hash=f"whole {each}", plan=each) for each in plans)
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, cache: Any, *, last_only: bool = False) -> tuple[Tensor, Any]:
+    def forward(self, ids: Tensor, cache: Any, *, last_only: bool = False, ends: bool = False) -> tuple[Tensor, Any]:
         """Feeds ids (b, t) after what the cache has seen.
+
+        Args:
+            ids: of the tokens.
+            cache: None: a new one of the model's own.
+            last_only: the last token's logits alone.
+            ends: the cache is not used afterwards, so that its plan need not compress these tokens.
 
         Returns:
             logits (b, t, V), or (b, 1, V) with `last_only`, and the cache (a new one where it was None).
         """
         given = hand_cache(cache) if cache is not None else {}
+        if ends and _is_ours(cache):
+            cache.engine.switch.stop()
         out = self.model(input_ids=ids.to(self.device), use_cache=True, logits_to_keep=1 if last_only else 0, **given)
         return out.logits, read_cache(out)
 
@@ -357,7 +365,7 @@ class Subject:
         """
 
         def forward(given: Any) -> Tensor:
-            return self.forward(following, given)[0]
+            return self.forward(following, given, ends=True)[0]
 
         if self.kept is None:
             return forward(cache)
@@ -464,10 +472,14 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else _DTYPES[name]
 
 
-def _reads_twice(cache: Any) -> bool:
+def _is_ours(cache: Any) -> bool:
     from kvtailor.hf.cache import KvCache
 
-    return isinstance(cache, KvCache) and bool(cache.engine.needs.reconstruction)
+    return isinstance(cache, KvCache)
+
+
+def _reads_twice(cache: Any) -> bool:
+    return _is_ours(cache) and bool(cache.engine.needs.reconstruction)
 
 
 def _cache_for(model: Any, plan: Plan) -> Any:

@@ -21,7 +21,7 @@ from kvtailor.engine.apply import encode_tail
 from kvtailor.engine.budget import no_bytes
 from kvtailor.engine.evict import Eviction
 from kvtailor.engine.observe import observe, real_queries
-from kvtailor.engine.phase import Deferred, Phase, PhaseSwitch, Reconstructing
+from kvtailor.engine.phase import Deferred, Phase, PhaseSwitch, Reconstructing, Stopped
 from kvtailor.engine.reading import read_latents
 from kvtailor.engine.state import LayerState, Pending, ReaderQueries
 from kvtailor.errors import TierError
@@ -161,6 +161,9 @@ class Engine:
         state.observed.tokens_read, state.observed.carry = attended.tokens_read, attended.carry
         if (query.shape[2] > 1 and not phase.all_decoded) or isinstance(phase, Deferred):
             state.clock.reindex = True
+        if isinstance(phase, Stopped):
+            self.leave(state)
+            return
         if not phase.can_be_taken_back:
             self._settle(state, query, visible, attended.mass, decoded=query.shape[2] == 1, others=others)
         elif state.pending is not None:

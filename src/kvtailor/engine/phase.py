@@ -4,6 +4,7 @@
     Compressing -- record() -------> Recording
     Compressing -- speculating() --> Speculating
     Compressing -- replaying() ----> Replaying
+    Compressing -- stop() ---------> Stopped
 
 Each context manager returns to the phase before it. Any other change raises an error, and the phase does not change.
 """
@@ -26,6 +27,7 @@ __all__ = [
     "Recording",
     "Replaying",
     "Speculating",
+    "Stopped",
 ]
 
 
@@ -133,6 +135,13 @@ class Replaying(Phase):
     meaning: ClassVar[str] = "is being read by replayed steps that have not landed"
 
 
+@dataclass(frozen=True)
+class Stopped(Phase):
+    """New tokens are read and stay as they are, so that what follows the last forward of a cache is not computed."""
+
+    meaning: ClassVar[str] = "compresses nothing any more"
+
+
 class PhaseSwitch:
     """Holds the phase of one cache and changes it.
 
@@ -186,6 +195,12 @@ class PhaseSwitch:
         """
         if isinstance(self.now, Recording) or (self.now.windows_record and isinstance(self.now, Compressing)):
             self.now = Compressing(after_recording=windows_go_on)
+
+    def stop(self) -> None:
+        """Compress nothing from now on, until `reset`."""
+        if not isinstance(self.now, Stopped):
+            self.check(Stopped(), after=Compressing)
+            self.now = Stopped()
 
     def check_free(self, what: str) -> None:
         """Raise if the cache does not count the tokens of replayed steps yet.

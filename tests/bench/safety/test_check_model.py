@@ -25,6 +25,7 @@ from kvtailor.bench.report.verdict.verdict import judge
 from kvtailor.bench.runner import contestants_of
 from kvtailor.bench.safety import check as check_module
 from kvtailor.bench.safety.page import PAGE, page, parted
+from kvtailor.bench.safety.plans import candidates_of
 from kvtailor.bench.schema import read_records
 from kvtailor.bench.subject import Subject
 from kvtailor.cli import main
@@ -236,6 +237,16 @@ def test_a_cache_that_loses_tokens_without_a_plan_ends_a_check() -> None:
     subject = dataclasses.replace(Subject.of(model, tokenizer, "a check"), make_cache=_short_of_ten)
     with pytest.raises(Fraud, match="identity"):
         kvtailor.check_model(subject, plans=KIVI, **SHORT)
+
+
+def test_a_preset_that_needs_gradients_reads_the_first_windows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    graded = "kvgrad @ keep=0.9"
+    monkeypatch.setattr(check_module, "candidates_of", lambda subject, _: candidates_of(subject, [graded, KIVI]))
+    presets, named = (kvtailor.check_model("demo", plans=plans, **SHORT) for plans in ((), graded))
+    assert [presets.verdict(each).windows for each in (graded, KIVI)] == [6, 16]
+    assert named.verdict(graded).windows == 16
+    said = "and kvgrad @ keep=0.9, which takes longest, as well"
+    assert said in " ".join(str(presets).split()) and said not in " ".join(str(named).split())
 
 
 @pytest.mark.together

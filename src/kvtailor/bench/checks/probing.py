@@ -44,7 +44,7 @@ def fed_scores(subject: Subject, logits: Tensor, cache: Any, targets: Tensor, ch
         logits: of the prompt's last token.
         cache: after the prompt.
         targets: (t,) int64.
-        chunk: so many of them are fed at once; None: all.
+        chunk: so many of them are fed at once; None: all, and the cache is not to be used afterwards.
     """
     return torch.cat(list(_fed_pieces(subject, logits, cache, targets, chunk))).cpu()
 
@@ -56,7 +56,7 @@ def _fed_pieces(subject: Subject, logits: Tensor, cache: Any, targets: Tensor, c
     if fed.numel():
         size = chunk or fed.numel()
         for piece, wanted in zip(fed.split(size), rest.split(size), strict=True):
-            found, cache = subject.forward(piece[None], cache)
+            found, cache = subject.forward(piece[None], cache, ends=chunk is None)
             yield _told(found[0], wanted)
 
 

@@ -40,7 +40,11 @@ __all__ = ["MARGIN", "check_model"]
 MARGIN = 0.01
 """Nats a token that a safe plan loses at most: 1 % of perplexity, a half of what the bench counts as no loss."""
 WINDOWS = (6, 10)
-"""Windows for all plans, and further ones for those that are not shown to be harmful by then."""
+"""Windows for all plans, and further ones for those that are not shown to be harmful by then.
+
+A preset that goes back through the model by its gradients has the first ones alone: SmolLM2's further ones took 56
+seconds of one core with `kvgrad`, and 125 with all other plans together.
+"""
 _SIZE = 512
 # Of SmolLM2-135M on two cores, 384 tokens: `kvzip` and `kvcompose` took 1.8 prefills more than other plans, `kvgrad` 5.
 _REPEATED, _GRADED = 2, 5
@@ -73,9 +77,10 @@ def check_model(
     ```
 
     It is the bench on short windows: each plan against the uncompressed cache on the same tokens, with a 95 % interval.
-    All plans read the first windows; those that are not shown to be harmful by then read further ones. Then those that
-    drop tokens answer questions, which stand inside the prompt or come after it: all that `plans` names, and of the
-    presets those that lose no more than `margin` as far as was seen, since no answer makes another one safe.
+    All plans read the first windows; those that are not shown to be harmful by then read further ones, but for presets
+    that need the model's gradients, which must be named for that. Then those that drop tokens answer questions, which
+    stand inside the prompt or come after it: all that `plans` names, and of the presets those that lose no more than
+    `margin` as far as was seen, since no answer makes another one safe.
 
     Args:
         model: a transformers model (then with `tokenizer`), or the name or folder of one.
@@ -220,14 +225,14 @@ class _Check:
         droppers = [each for each in everyone if each.plan is not None and each.plan.evicts]
         stages = {
             "all plans": plan_run(self.tasks[:1], everyone)[1],
-            "those that may be safe": plan_run(self.tasks[1:], everyone)[1],
+            "those that may be safe": plan_run(self.tasks[1:], self._further(everyone))[1],
             "questions": plan_run(self.questions, [everyone[0], *droppers])[1] if droppers else 0,
         }
         with one_thread(self.workers):
             seconds = self._seconds(everyone)
         self.progress.expect(stages, seconds / self.workers)
         records = self._stage("all plans", self.tasks[:1], everyone)
-        left = self._left(everyone, records)
+        left = self._further(self._left(everyone, records))
         if len(left) > 1:
             records += self._stage("those that may be safe", self.tasks[1:], left)
         asked = worth_asking(droppers, records, math.inf if self.named else self.margin)
@@ -244,6 +249,10 @@ class _Check:
                 f"each plan that drops tokens lost more than {self.margin:g} nats here; one that is named is asked"
             )
         return records
+
+    def _further(self, contestants: Sequence[Contestant]) -> list[Contestant]:
+        """Those that may read further windows."""
+        return [each for each in contestants if self.named or not _is_graded(each)]
 
     def _left(self, contestants: Sequence[Contestant], records: Sequence[Record]) -> list[Contestant]:
         """Those that are not shown to be harmful."""
@@ -289,8 +298,15 @@ def worth_asking(plans: Sequence[Contestant], records: Sequence[Record], margin:
 
 def _readings(contestant: Contestant) -> int:
     """How many prefills a window of a plan takes besides the one that all plans share, about."""
+    if contestant.plan is None or contestant.plan.needs.reconstruction is None:
+        return 0
+    return _GRADED if _is_graded(contestant) else _REPEATED
+
+
+def _is_graded(contestant: Contestant) -> bool:
+    """Whether a plan goes back through the model by its gradients."""
     again = None if contestant.plan is None else contestant.plan.needs.reconstruction
-    return 0 if again is None else _GRADED if again.graded else _REPEATED
+    return again is not None and again.graded
 
 
 def _sizes(subject: Subject, context: int | None) -> tuple[int, int]:

@@ -129,8 +129,8 @@ class ModelCheck:
         found += filled(
             f"Measured on {windows} windows of {self.context} + {self.continuation} tokens ({self.text}), each plan "
             "against the uncompressed cache on the same tokens; plans that are shown to be harmful on the first of "
-            f"them on those alone. A row: bytes of a cache in 16 bits after {self.length:,} tokens, nats a token lost, "
-            f"the 95 % interval{self._asked}."
+            f"them on those alone{self._cut_short(windows)}. A row: bytes of a cache in 16 bits after {self.length:,} "
+            f"tokens, nats a token lost, the 95 % interval{self._asked}."
         )
         told = {
             SAFE: f"Safe here: at most {self.margin:g} nats a token lost at the upper end of the 95 % interval",
@@ -152,6 +152,11 @@ class ModelCheck:
         found += filled(self._of_prose)
         found += ["", f"Next: {self.next}"]
         return found
+
+    def _cut_short(self, windows: int) -> str:
+        """Which others have fewer windows."""
+        fewer = [each.plan for each in self.verdicts if each.word != HARMFUL and 0 < each.windows < windows]
+        return f", and {', '.join(fewer)}, which takes longest, as well (name it for all)" if fewer else ""
 
     @property
     def _of_how_many(self) -> str:

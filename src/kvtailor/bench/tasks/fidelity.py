@@ -294,10 +294,10 @@ def _run(subject: Subject, contestant: Contestant, window: Window) -> _Run:
     rows, queries = [logits[0, -1:]], []
     if window.targets.numel() > 1:
         if held is None:
-            rows.append(subject.forward(window.targets[None, :-1], cache)[0][0])
+            rows.append(subject.forward(window.targets[None, :-1], cache, ends=True)[0][0])
         else:
             with queries_of(cache) as queries:
-                rows.append(subject.forward(window.targets[None, :-1], cache)[0][0])
+                rows.append(subject.forward(window.targets[None, :-1], cache, ends=True)[0][0])
     scores = torch.cat(rows).float().cpu().log_softmax(-1)
     if bool(scores.isnan().any()):
         raise NotANumber.of_logits()

@@ -134,10 +134,10 @@ def _gradients(
             open_until_done.callback(hook.remove)
         hook = block.register_forward_hook(partial(_end, ends))
         open_until_done.callback(hook.remove)
-        options: dict[str, Any] = {"use_cache": False}
+        options: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1}
         if held is not None:
             layers = [_Beside(keys, values) for keys, values in held]
-            options = {"use_cache": True, **hand_cache(Cache(layers=layers))}
+            options |= {"use_cache": True, **hand_cache(Cache(layers=layers))}
         # Clones, since what inference mode made cannot be kept for a gradient.
         model(input_ids=ids.clone(), **{name: each.clone() for name, each in inputs.items()}, **options)
         if len(ends) != 1 or len(taps) != len(geometry.compressed) or not ends[0].requires_grad:

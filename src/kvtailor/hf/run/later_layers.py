@@ -100,9 +100,9 @@ def begin_later(cache: KvCache, layers: Sequence[torch.nn.Module], answers: Answ
         for layer in layers[:first]:
             layer.forward = lambda *args, **kwargs: given
         # What follows the last layer's attention would act on all of them.
-        with cache.engine.switch.deferred():
-            guard.begin_at(first)
-            yield
+        cache.engine.switch.stop()
+        guard.begin_at(first)
+        yield
     finally:
         for layer, before in zip(layers[:first], own, strict=True):
             if before is None:
