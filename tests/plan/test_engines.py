@@ -9,7 +9,7 @@ from tests.support.fitting.made_fits import made_fit
 
 from kvtailor.errors import ArgumentError, UnknownName
 from kvtailor.plan import Plan
-from kvtailor.plan.engines import ENGINES
+from kvtailor.plan.engines import ENGINES, widths_by_layer
 
 VLLM = next(each for each in ENGINES if each.name == "vLLM")
 
@@ -47,6 +47,10 @@ def test_layers_that_are_not_encoded_are_skipped_where_an_engine_can():
         ("vector(bits=5)", "q5_0", "q5_0"),
         ("vector(bits=6)", "q5_0", "q5_0"),
         ("turboquant4", "q4_0", "q4_0"),
+        ("sides(keys=unrotated(of=nuq(bits=8)), values=kivi(bits=4))", "q8_0", "q4_1"),
+        ("sides(keys=centred(of=hadamard(of=vector(bits=8))), values=hadamard(of=vector(bits=5)))", "q8_0", "q5_0"),
+        ("sides(keys=hadamard(of=vector(bits=4)), values=plain)", "q4_0", "f16"),
+        ("by_layer(of=[sides(keys=kivi(bits=8), values=hadamard(of=kivi(bits=4)))], layers=[0, 0])", "q8_0", "q4_1"),
     ],
 )
 def test_each_side_has_its_own_width(text, keys, values):
@@ -68,6 +72,12 @@ def test_each_side_has_its_own_width(text, keys, values):
 )
 def test_the_nearest_of_vllm_has_the_plan_s_bits_and_form(text, dtype):
     assert settings(text)["vLLM"].setting == f"--kv-cache-dtype {dtype}"
+
+
+def test_the_bits_of_each_side_are_those_of_its_own_codec():
+    """Of a preset whose keys are turned back and whose values are mixed: 3 and 2, and not twice the values' own."""
+    assert widths_by_layer(Plan.parse("k3v2").encode, 2) == [(3.0, 2.0)] * 2
+    assert "the plan has 3 and 2 on average" in settings("k3v2")["llama.cpp"].lacks
 
 
 def test_no_type_of_an_engine_is_nearer_than_the_one_that_is_taken():

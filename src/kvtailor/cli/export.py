@@ -85,6 +85,7 @@ def command(
         raise click.UsageError(f"--out is for {_CHECKPOINT} and {_SCHEMA}: the settings of {engine} are printed.")
     from kvtailor.bench.recorded_losses import layers_of, losses_beside
     from kvtailor.bench.schema import read_records
+    from kvtailor.plan import Plan
 
     if layers is not None and model is not None:
         raise click.UsageError("--layers and --model both say which layers are compressed: give one.")
@@ -93,7 +94,9 @@ def command(
     counted = layers_of(found) if layers is None and found is not None else layers
     setting = parsed.export(engine, layers=counted if model is None else _numbers(model), measured=measured)
     losses = None if found is None else losses_beside(parsed, setting, found)
-    say(setting.setting or f"{setting.engine} has no setting that comes near: serve with its uncompressed cache.")
+    is_full = parsed == Plan()
+    none = "needs no setting for it" if is_full else "has no setting that comes near"
+    say(setting.setting or f"{setting.engine} {none}: serve with its uncompressed cache.")
     if setting.lacks:
         say(f"{setting.engine}: {setting.lacks}")
     if parsed.evicts:
@@ -101,7 +104,8 @@ def command(
     if setting.skipping:
         say(setting.skipping)
     if losses is None:
-        say("What either loses is not known here: give --records.")
+        if not is_full:
+            say("What either loses is not known here: give --records.")
     else:
         _say_loss("the plan", losses.plan, records)
         if losses.neighbour is None:

@@ -29,6 +29,7 @@ __all__ = [
     "identity_of",
     "load",
     "make",
+    "nested",
     "samples_of",
     "spell",
     "type_faults",
@@ -191,13 +192,24 @@ def identity_of(method: object) -> object:
 
 def with_nested(method: object) -> Iterator[Method]:
     """The method, and after it every method among its arguments and theirs."""
-    if isinstance(method, tuple | list):
-        for each in method:
-            yield from with_nested(each)
-    elif isinstance(method, Method):
-        yield method
-        for value in _values(method).values():
-            yield from with_nested(value)
+    for each in _methods_of(method):
+        yield each
+        for inside in nested(each):
+            yield from with_nested(inside)
+
+
+def nested(method: Method) -> list[Method]:
+    """The methods among a method's own arguments, in their order."""
+    return [each for value in _values(method).values() for each in _methods_of(value)]
+
+
+def _methods_of(value: object) -> Iterator[Method]:
+    """An argument itself, or what a list in it has, where these are methods."""
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from _methods_of(each)
+    elif isinstance(value, Method):
+        yield value
 
 
 def type_faults(method: object) -> list[str]:

@@ -21,7 +21,7 @@ from kvtailor.encode.sides import SidesCodec
 from kvtailor.encode.static_fp8 import StaticFp8
 from kvtailor.errors import ArgumentError, UnknownName
 from kvtailor.plan import registry
-from kvtailor.plan.arguments import with_nested
+from kvtailor.plan.arguments import nested, with_nested
 from kvtailor.presets import FULL
 
 __all__ = [
@@ -327,14 +327,19 @@ def _stored(codec: Codec, count: int, drops: str) -> _Stored | None:
 
 
 def _side(codec: Codec, side: Literal["keys", "values"]) -> Side | None:
-    if isinstance(codec, SidesCodec):
-        codec = codec.keys if side == "keys" else codec.values
-    inner: Any = [each for each in with_nested(codec) if isinstance(each, Codec)][-1]
+    inner = _coder(codec, side)
     if inner.exact or (isinstance(inner, TwoSided) and inner.only not in ("both", side)):
         return Side(bits=16)
     named = (getattr(inner, name, None) for name in (f"bits_of_{side}", f"{side[:-1]}_bits", "bits"))
     bits = next(filter(None, named), None) or _FLOATS.get(registry.name_of(inner))
     return None if bits is None else Side(bits=float(bits), forms=(_form(inner, side),))
+
+
+def _coder(codec: Codec, side: Literal["keys", "values"]) -> Any:
+    """The codec inside of all others that codes a side; of several ages that of the oldest tokens."""
+    given = [codec.keys if side == "keys" else codec.values] if isinstance(codec, SidesCodec) else nested(codec)
+    inside = [each for each in given if isinstance(each, Codec)]
+    return _coder(inside[-1], side) if inside else codec
 
 
 _FLOATS = {"fp8": 8, "static_fp8": 8, "mxfp8": 8, "nvfp4": 4, "mxfp4": 4}
