@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tasks.speed import Speed
 from kvtailor.errors import KvtailorError
+from kvtailor.score.by_keys.knorm import KNorm
 
 CACHES = {"one": DummyCache(keep=20), "other": DummyCache(keep=21)}
 PLANS = [FULL, contestant("one"), contestant("other")]
@@ -153,6 +155,8 @@ def test_a_dirty_checkout_reuses_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "versions", lambda: {**VERSIONS, "commit": "abc-dirty"})
     go(tmp_path)
     assert finished(tmp_path) == {}
+    monkeypatch.setattr(machine, "versions", lambda: {**VERSIONS, "commit": f"{'ab' * 20}-dirty"})
+    assert f"(commit abc-dirty, here {'ab' * 6}-dirty)" in of_other_code(tmp_path), "digits for people"
 
 
 def test_errors_are_tried_again(tmp_path):
@@ -211,3 +215,29 @@ def test_a_missing_plan_is_reported_for_every_task_and_runs_nowhere(tmp_path):
     cells, steps = plan_run(tasks(), [FULL])
     assert plan_run(tasks(), [FULL, absent]) == (cells + len(tasks()), steps)
     assert len(contestants_of(["full", "palu(rank=0.5)"], may_be_missing=True)) == 2
+
+
+def test_a_method_of_another_package_whose_code_has_changed_is_measured_again(tmp_path, monkeypatch):
+    """Its name and arguments are in the plan's hash, and its code is not."""
+    module = tmp_path / "their_score.py"
+    module.write_text("# one")
+    theirs = types.ModuleType("their_score")
+    theirs.__file__ = str(module)
+    monkeypatch.setitem(sys.modules, "their_score", theirs)
+    plans, out = contestants_of(["full", "knorm @ tokens=50"]), tmp_path / "out"
+    caches = {plans[1].text.replace(" ", "_"): DummyCache(keep=20)}
+    monkeypatch.setattr(KNorm, "__module__", "their_score")
+
+    def calls():
+        model = Watched()
+        run(subject(model, **caches), plans, tasks()[:1], out=out, bandwidth=False)
+        return model.calls
+
+    first = calls()
+    assert first > 0 and calls() == 0, "the same code is not measured twice"
+    [digests] = {str(each.machine.get("methods")) for each in read_records(out) if each.plan != "full"}
+    assert "their_score" in digests and all("methods" not in r.machine for r in read_records(out) if r.plan == "full")
+    module.write_text("# two")
+    assert 0 < calls() < first, "its plan alone"
+    module.unlink()
+    assert calls() > 0 and calls() > 0, "what comes from no file may be any code"

@@ -12,6 +12,7 @@ import torch
 import kvtailor
 from kvtailor.allocate.uniform import Uniform
 from kvtailor.attend.segments import Segments
+from kvtailor.encode.hadamard import Hadamard
 from kvtailor.encode.vector import Vector
 from kvtailor.errors import KvtailorError, MethodError
 from kvtailor.hf.versions import hand_cache
@@ -21,7 +22,7 @@ from kvtailor.score.by_keys.knorm import KNorm
 from kvtailor.score.critical import Critical
 from kvtailor.score.h2o import H2O
 from kvtailor.select.topk import TopK
-from kvtailor.types import Held
+from kvtailor.types import Held, PlainSegment
 from tests.support.seam.zoo import build, prompts
 
 TOKENS, HEADS = 40, 2
@@ -107,6 +108,31 @@ def test_one_layer_cannot_get_more_than_all() -> None:
         run(allocate=changed(Uniform, "allocate", lambda b: torch.full_like(b, 33)), tokens=10)
 
 
+def test_layers_one_after_the_other_cannot_get_more_than_all() -> None:
+    """3 layers of 2 heads and 16 tokens each, of which each layer alone gets less than there is for all."""
+    with pytest.raises(MethodError, match=r"gave row 0 128 tokens beyond .* on 2 layers, where all .* have 96"):
+        run(allocate=changed(Uniform, "allocate", lambda b: 2 * b))
+    half_of_them = [0]
+
+    def front(budgets: torch.Tensor) -> torch.Tensor:
+        half_of_them[0] += 1
+        return budgets + (8 if half_of_them[0] % 3 == 1 else -4)
+
+    for _ in range(2):
+        run(allocate=changed(Uniform, "allocate", front))
+
+
+def test_what_an_allocator_is_shown_stays_what_it_is() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Greedy(Uniform):
+        def allocate(self, request: Any) -> torch.Tensor:
+            request.total.mul_(2)
+            return super().allocate(request)
+
+    with pytest.raises(MethodError, match=r"Greedy .* gave row 0 128 tokens beyond"):
+        run(allocate=Greedy())
+
+
 def test_what_an_allocator_measured() -> None:
     for wrong in (torch.zeros(5), 3.0, torch.zeros(())):
         with pytest.raises(MethodError, match=r"Theirs .* measured .* where a tensor of 1 rows is due"):
@@ -178,6 +204,36 @@ def test_segments(score: Any) -> None:
     shorter = changed(Vector, "encode", lambda s: s.rows(torch.tensor([0, 0])))
     with pytest.raises(MethodError, match=r"Theirs .* segment of \(rows, heads, lanes, slots\) \(2, 2, 4"):
         run(encode=shorter, **budget)
+
+
+DECODED = {
+    "keys of one token": (lambda k, v: (k[:, :1], v), r"decoded keys of shape \(\d+, 1, 16\), where \(\d+, \d+, 16\)"),
+    "one channel": (lambda k, v: (k, v[..., :1]), r"decoded values of shape \(\d+, \d+, 1\), where \(\d+, \d+, 16\)"),
+    "in float64": (lambda k, v: (k.double(), v), r"decoded keys of torch.float64, where torch.float32 is due"),
+}
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("wrong", DECODED)
+def test_decoded_states(wrong: str, around: bool) -> None:
+    """What would be broadcast, once it is read; also inside of a codec of ours."""
+    change, sentence = DECODED[wrong]
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Plainly(PlainSegment):
+        plain = False
+
+        def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
+            return change(self.keys, self.values)
+
+    theirs = changed(
+        Vector,
+        "encode",
+        lambda s: Plainly(layout=s.layout, **dict(zip(("keys", "values"), s.decode(), strict=True))),
+        segment_type=lambda self: Plainly,
+    )
+    with pytest.raises(MethodError, match=sentence):
+        run(encode=Hadamard(of=theirs) if around else theirs)
 
 
 OUTPUTS = {

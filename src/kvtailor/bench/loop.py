@@ -215,6 +215,12 @@ def blank_of(sample: Sample, blank: Record) -> Record:
     )
 
 
+def _with_prompts(record: Record, kept: KeptPrompts, cell: _Cell) -> Record:
+    """A record, with what became of its plan's prompts."""
+    plan = cell.contestant.plan
+    return replace(record, notes=(*record.notes, *kept.notes_on(plan)), **kept.told(plan))
+
+
 def _of_one(task: PlanByPlan, sample: Sample, given: Given, cell: _Cell, failed: dict[str, str]) -> Record:
     if cell.known is not None:
         task.recall(cell.contestant, sample, cell.known.values)
@@ -235,7 +241,7 @@ def _of_one(task: PlanByPlan, sample: Sample, given: Given, cell: _Cell, failed:
         return replace(cell.blank, error=failed[cell.contestant.hash])
     cell.finish()
     found = _filled(task, cell.blank, scored, time.perf_counter() - begin)
-    return replace(found, **kept.told(cell.contestant.plan))
+    return _with_prompts(found, kept, cell)
 
 
 def _all_at_once(
@@ -267,7 +273,7 @@ def _all_at_once(
             yield replace(cell.blank, error=turns.errors[cell.contestant.hash])
         else:
             filled = _filled(task, cell.blank, scored[cell.contestant.hash], wall)
-            yield replace(filled, **kept.told(cell.contestant.plan))
+            yield _with_prompts(filled, kept, cell)
 
 
 def known_together(task: AllAtOnce, known: list[Record | None]) -> list[Record | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -31,6 +32,7 @@ from kvtailor.errors import ArgumentError, KvtailorError
 from kvtailor.hf.model import processes as process_group
 from kvtailor.hf.model.cache_dtype import stored_dtype
 from kvtailor.ops.files import append_line
+from kvtailor.plan.arguments import with_nested
 from kvtailor.presets import FULL
 
 __all__ = ["TaskJob", "contestants_of", "finished", "of_other_code", "plan_run", "run"]
@@ -171,7 +173,9 @@ def of_other_code(out: Path) -> str:
         return ""
     theirs = others[-1]
     differs = " and ".join(
-        f"{name} {theirs.get(name)}, here {said}" for name, said in now.items() if theirs.get(name) != said
+        f"{name} {_short(theirs.get(name))}, here {_short(said)}"
+        for name, said in now.items()
+        if theirs.get(name) != said
     )
     were = "was" if len(others) == 1 else "were"
     return (
@@ -259,6 +263,13 @@ def run(
     kept.begin_run(model_hash)
     subject, timed = replace(subject, kept=kept), replace(subject, kept=KeptPrompts(off=TIMED))
 
+    codes = {
+        each.hash: machine.code_of_others(method for part in each.plan.parts.values() for method in with_nested(part))
+        for job in jobs
+        for each in job.there
+        if each.plan is not None
+    }
+
     def blank(job: TaskJob, machine: Mapping[str, object]) -> Callable[[Contestant], Record]:
         return lambda contestant: Record(
             run=name,
@@ -278,7 +289,7 @@ def run(
             task=job.kind,
             task_version=0 if job.task is None else job.task.version,
             asked=job.asked,
-            machine=machine,
+            machine={**machine, "methods": codes[contestant.hash]} if codes.get(contestant.hash) else machine,
         )
 
     path = _file(out, name)
@@ -332,6 +343,11 @@ def run(
         records = [record for _, record in sorted(told, key=lambda each: each[0])]
     judge(records)
     return records
+
+
+def _short(version: object) -> str:
+    """A version for people: of a commit the first digits."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", str(version))
 
 
 def _said(machine: Mapping[str, object], name: str) -> object:
@@ -407,7 +423,11 @@ def _records_of_rest(job: TaskJob, given: Given, steps: _Steps, why: str | None)
 
 
 def _known(records: Mapping[str, Record], blank: Record) -> Record | None:
-    return records.get(blank.key)
+    """The record that stands for measuring this again: its plan's methods of other packages have the same code, too."""
+    found, mine = records.get(blank.key), blank.machine.get("methods", {})
+    assert isinstance(mine, dict)
+    same = found is not None and found.machine.get("methods", {}) == mine and None not in mine.values()
+    return found if same else None
 
 
 def _records_of_cluster(

@@ -185,7 +185,8 @@ class Record:
             not be tried.
         timings: seconds by name, each with `median`, `q1`, `q3`, `p10`, `count` and `left_out` (disturbed samples).
         floor_seconds: time for one token if every byte of weights and cache were read once at `machine.read_bandwidth`.
-        machine: versions, processor, threads, load and bandwidth, see `bench.measure.machine`.
+        machine: versions, processor, threads, load and bandwidth, see `bench.measure.machine`; `methods`, where the
+            plan has some of other packages: digests of their code by module.
         wall_seconds: time that this record took to make, warm-up included.
         prefill: "shared" where the plan's caches were filled from prompts that went through the model once for all
             plans, "own" where they read them themselves; None where there was no prompt, and of records from before.

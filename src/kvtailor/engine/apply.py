@@ -427,7 +427,7 @@ def _make_runs(
 def _encode(state: LayerState, plan: Plan, held: Held, plain: PlainSegment, newest: int) -> Segment:
     codec, seen = state.encoder(plan, held.first), state.stored.seen
     found = codec.encode_aged(plain.layout, plain.keys, plain.values, held.first, newest=newest, seen=seen)
-    check_segment(codec, found, codec.segment_type(), plain.layout)
+    check_segment(codec, found, codec.segment_type(), plain)
     return found
 
 
@@ -650,7 +650,7 @@ def _encode_waiting(segment: Segment, codec: Codec, first: Tensor | None, seen: 
         return segment
     newest = int(plain.layout.columns(plain.keys.device).max())
     stored = codec.encode_aged(plain.layout, plain.keys, plain.values, first, newest=newest, seen=seen)
-    check_segment(codec, stored, codec.segment_type(), plain.layout)
+    check_segment(codec, stored, codec.segment_type(), plain)
     return replace(segment, layout=stored.layout, inner=stored) if isinstance(segment, Weighted) else stored
 
 
@@ -872,6 +872,6 @@ def _encode_whole_tail(state: LayerState, plan: Plan) -> None:
     keys, values = huge_pages.copied(plain.keys), huge_pages.copied(plain.values)
     codec = state.encoder(plan, first)
     found = codec.encode_aged(layout, keys, values, first, newest=seen - 1, seen=seen)
-    check_segment(codec, found, codec.segment_type(), layout)
+    check_segment(codec, found, codec.segment_type(), PlainSegment(layout=layout, keys=keys, values=values))
     state.stored.segments = [*state.stored.segments, found]
     tail.clear()

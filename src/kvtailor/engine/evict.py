@@ -33,7 +33,9 @@ from kvtailor.types.checked_returns import (
     check_counts,
     check_measured,
     check_scores,
+    check_spent,
     check_tensor,
+    is_of_others,
     ranking_error,
 )
 from kvtailor.types.late_checks import all_finite, require_none, send
@@ -93,11 +95,14 @@ class Decision:
         cuts: a decision for each layer, in order.
         budgets: (b, l, H) int64 on the CPU: what the allocator returned, for all heads.
         last: the same eviction will not cut these layers again.
+        beyond: (b,) int64 what these layers got beyond the tokens that must stay; None where the allocator is
+            kvtailor's own.
     """
 
     cuts: tuple[LayerDecision, ...]
     budgets: Tensor
     last: bool
+    beyond: Tensor | None = None
 
 
 def score_layer(
@@ -191,12 +196,15 @@ def decide(
     capacity = torch.stack([each.counts for each in candidates], 1)
     floor = torch.minimum(torch.stack([each.floor for each in candidates], 1), capacity)
     measured = [each.measured for each in candidates if each.measured is not None]
+    others = is_of_others(allocate)
+    # Copies, since what a method gives is held against these.
+    shown = [each.clone() if others else each for each in (budget.total, capacity, floor)]
     found = allocate.allocate(
         BudgetRequest(
-            total=budget.total,
+            total=shown[0],
             row_tokens=budget.row_tokens,
-            capacity=capacity,
-            floor=floor,
+            capacity=shown[1],
+            floor=shown[2],
             layers=tuple(each.layer for each in candidates),
             num_layers=layers,
             scores=_gather_scores(candidates, share) if allocate.needs_scores else None,
@@ -216,7 +224,8 @@ def decide(
         if decides or bool((budgets[:, i] < capacity[:, i]).any()):
             keep, counts = _selected(plan, each.scores, budgets[:, i], share)
         cuts.append(LayerDecision(candidate=each, keep=keep, counts=counts))
-    return Decision(cuts=tuple(cuts), budgets=budgets, last=last)
+    beyond = (budgets - floor).sum((1, 2)) if others else None
+    return Decision(cuts=tuple(cuts), budgets=budgets, last=last, beyond=beyond)
 
 
 class Eviction:
@@ -247,6 +256,7 @@ class Eviction:
         self._waiting: list[ScoredLayer] = []
         self._counted: tuple[Visibility, int, Tensor] | None = None
         self._warned, self.first = False, count_first_tokens(plan)
+        self._spent: tuple[int, int, Tensor] | None = None
 
     def run(
         self, states: Sequence[LayerState], visible: Visibility, close: Callable[[LayerState, Visibility], None]
@@ -273,6 +283,8 @@ class Eviction:
         for state in states[len(arrived) :]:
             candidates.append(score_layer(state, plan, needs, visible, budget, layers=layers, keep_view=alone))
         decision = decide(plan, candidates, budget, layers=layers, last=last, calibration=self.calibration, share=share)
+        if decision.beyond is not None and plan.scope == "layer":
+            self._check_spent(states[0].index, decision.beyond, budget.total, heads=decision.budgets.shape[2])
         # Scores and kept sets of a layer are dropped as soon as it is cut.
         cuts = list(decision.cuts)
         del candidates, arrived, decision
@@ -286,7 +298,14 @@ class Eviction:
 
     def forget(self) -> None:
         """Forget layers that were cut and wait for later ones, and the counts made for them."""
-        self._waiting, self._counted = [], None
+        self._waiting, self._counted, self._spent = [], None, None
+
+    def _check_spent(self, layer: int, beyond: Tensor, total: Tensor, *, heads: int) -> None:
+        """Hold what layers of one eviction got so far against the total; one that comes before begins another."""
+        before = self._spent
+        count, so_far = (1, beyond) if before is None or layer <= before[0] else (before[1] + 1, before[2] + beyond)
+        self._spent = layer, count, so_far
+        check_spent(self.plan.allocate, so_far, total, layers=count, heads=heads)
 
     def _budget(self, newest: LayerState, visible: Visibility) -> Budget:
         # The tail of a layer that was cut in this eviction may be empty; the newest one has its new tokens.

@@ -426,7 +426,7 @@ def encode_parts(
     if len(found) != len(parts):
         raise contract_error(codec, f"returned {len(found)} segments for {len(parts)} layers")
     for part, segment in zip(parts, found, strict=True):
-        check_segment(codec, segment, codec.segment_type(), part.layout)
+        check_segment(codec, segment, codec.segment_type(), part)
     return found
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, device, dtype, float32, int64, stack
 from torch import bool as truth
 
 from kvtailor.errors import CacheMisuse, MethodError
-from kvtailor.types import Layout, PlainSegment, Segment
+from kvtailor.method import Method
+from kvtailor.types import PlainSegment, Segment
 from kvtailor.types.late_checks import all_finite, require_none, send
 
 __all__ = [
@@ -24,7 +25,9 @@ __all__ = [
     "check_scores",
     "check_segment",
     "check_tensor",
+    "check_spent",
     "contract_error",
+    "is_of_others",
     "ranking_error",
 ]
 
@@ -81,18 +84,21 @@ def ranking_error(plan: object, layer: int, keys: Tensor) -> CacheMisuse:
         layer: its number.
         keys: what it holds, or () bool, whether all of it is finite.
     """
-    finite = keys if keys.dtype == truth else all_finite(keys)
-    what = "no finite score" if bool(finite) else "NaN or infinity in its keys"
+    finite = bool(keys if keys.dtype == truth else all_finite(keys))
+    what = "no finite score" if finite else "NaN or infinity in its keys"
+    why = "its keys are finite, so its queries are not, or the score is at fault; " if finite else ""
     return CacheMisuse(
-        f"layer {layer} of the compressed layers has {what} for some tokens, so {plan} cannot rank them; check the "
-        "model's inputs and dtype (float16 overflow is the usual cause)"
+        f"layer {layer} of the compressed layers has {what} for some tokens, so {plan} cannot rank them; {why}check "
+        "the model's inputs and dtype (float16 overflow is the usual cause)"
     )
 
 
 def check_budgets(
     method: object, found: object, total: Tensor, floor: Tensor, capacity: Tensor, *, settled: bool, spare: int
 ) -> Tensor:
-    """Budgets (b, l, h) within their bounds, of no more than the total. Less than the total is said, and taken.
+    """Budgets (b, l, h) within their bounds, of no more than the total.
+
+    Where all layers are decided together, less than the total is said, and taken.
 
     Args:
         method: the allocator.
@@ -128,6 +134,28 @@ def check_budgets(
                 raise said
             warnings.warn(f"{said}: fewer are held than the plan asks for", stacklevel=3)
     return budgets
+
+
+def check_spent(method: object, beyond: Tensor, total: Tensor, *, layers: int, heads: int) -> None:
+    """Raise `MethodError` where layers that are decided one after the other got more together than there is.
+
+    The share of each is not known, and the tokens that must stay may exceed it: so what they got beyond these is held
+    against the whole total, with a token a head for what is rounded up.
+
+    Args:
+        method: the allocator.
+        beyond: (b,) int64 tokens that the layers so far got beyond those that must stay.
+        total: (b,) int64 tokens over all layers.
+        layers: how many layers so far. heads: of a layer.
+    """
+    wrong = beyond > total + layers * heads
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise contract_error(
+            method,
+            f"gave row {row} {int(beyond[row])} tokens beyond those that must stay on {layers} layers, where all "
+            f"layers together have {int(total[row])}",
+        )
 
 
 def check_counts(method: object, kept: Tensor, scores: Tensor, budgets: Tensor, *, exact: bool) -> Tensor:
@@ -184,8 +212,21 @@ def check_measured(method: object, found: object, rows: int) -> Tensor | None:
     raise contract_error(method, f"measured {shape}, where a tensor of {rows} rows is due")
 
 
-def check_segment(method: object, found: object, kind: type[Segment], layout: Layout) -> Segment:
+_DECODED: set[tuple[str, int, int]] = set()
+"""Codecs of other packages and sizes of states, of which a segment was decoded to see what it gives."""
+
+
+def check_segment(method: object, found: object, kind: type[Segment], plain: PlainSegment) -> Segment:
     """A codec's segment, of the class that it named and for the lanes that it was given.
+
+    What it decodes to is seen once in a process for each size, of codecs that are not kvtailor's own: ours are held to
+    it by tests.
+
+    Args:
+        method: the codec.
+        found: what it returned.
+        kind: the class that it named.
+        plain: what it was given.
 
     Raises:
         MethodError: it is something else; the sentence names the method.
@@ -193,12 +234,26 @@ def check_segment(method: object, found: object, kind: type[Segment], layout: La
     if not isinstance(found, kind):
         raise contract_error(method, f"returned a {type(found).__name__} as a segment, where a {kind.__name__} is due")
     theirs = (found.layout.rows, found.layout.heads, found.layout.lanes, found.layout.size)
+    layout = plain.layout
     due = (layout.rows, layout.heads, layout.lanes, layout.size)
     if theirs != due:
         raise contract_error(
             method, f"returned a segment of (rows, heads, lanes, slots) {theirs}, where {due} is due, as it was given"
         )
+    if is_of_others(method) and (seen := (repr(method), plain.keys.shape[-1], plain.values.shape[-1])) not in _DECODED:
+        for name, side, given in zip(("keys", "values"), found.decode(), (plain.keys, plain.values), strict=True):
+            check_tensor(method, f"decoded {name}", side, tuple(given.shape), given.dtype, given.device)
+        _DECODED.add(seen)
     return found
+
+
+def is_of_others(method: object) -> bool:
+    """Whether another package than kvtailor has a method, or one that it is made of."""
+    if not type(method).__module__.startswith("kvtailor."):
+        return True
+    own = getattr(method, "__dict__", {}).values()
+    inside = (each for value in own for each in (value if isinstance(value, tuple) else (value,)))
+    return any(isinstance(each, Method) and is_of_others(each) for each in inside)
 
 
 def check_attended(method: object, found: object, query: Tensor, parts: Sequence[Segment], *, want_mass: bool) -> None:

@@ -32,6 +32,7 @@ from kvtailor.bench.tasks.speed import Speed
 from kvtailor.hf.run.kept_prompt import difference
 from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
+from kvtailor.score.random import Random
 
 TEXT = generated_text(9000)
 PLANS = ["snapkv(window=6) @ keep=0.4", "h2o(recent=6) @ keep=0.4", "kvzip(chunk=40) @ keep=0.5", "kivi(recent=32)"]
@@ -281,6 +282,26 @@ def test_a_model_that_is_not_the_same_twice_is_not_shared() -> None:
         "prefill": "own",
         "prefill_own": "this model does not give the same numbers for a prompt twice",
         "prefill_compared": False,
+    }
+
+
+def test_a_plan_that_is_not_the_same_twice_is_told_of_and_no_other() -> None:
+    """Its own doing, and not the model's: the others share the prompt as before."""
+    model, (ids, _) = build("llama"), prompts((80,))
+    at_random, other = Plan.parse("random @ tokens=30"), Plan.parse(PLANS[0])
+    kept = KeptPrompts()
+    kept.begin([at_random, other])
+    with pytest.MonkeyPatch.context() as patched, torch.inference_mode():
+        patched.setattr(Random, "score", lambda self, held: torch.rand(held.positions.shape))
+        for _ in range(2):
+            assert kept.filled(model, ids, kvtailor.cache_for(model, at_random), last_only=True) is not None
+        assert kept.filled(model, ids, kvtailor.cache_for(model, other), last_only=True) is not None
+    [said] = kept.notes_on(at_random)
+    assert "each time" in said and kept.told(at_random)["prefill_compared"] is False
+    assert not kept.notes_on(other) and kept.told(other) == {
+        "prefill": "shared",
+        "prefill_own": None,
+        "prefill_compared": True,
     }
 
 

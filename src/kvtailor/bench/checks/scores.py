@@ -23,6 +23,7 @@ _CLEARLY_OFF = (2.0, 0.2)
 """The same of a plan that was right in a finer dtype, by the same code: several times what rounding gives."""
 _ENOUGH = 512
 """Tokens that are held to the truth."""
+_OF_PLAN = "; mend the method where it is yours, or please report it with the model's name"
 _UNTRUE = ": no number of this run can be trusted; please report it with the model's name"
 _PATHS = 5.0
 """So many times as far as usual may a plan be whose attention takes another exact way, where nothing else is known."""
@@ -95,7 +96,7 @@ def check_finely(
             name,
             f"with the weights in {str(dtype).removeprefix('torch.')}, {sides} differ by {float(sizes.mean()):.2e} "
             f"nats a token and by up to {float(sizes.max()):.2e} in one, of {sizes.numel()} tokens of {what}, where "
-            f"rounding gives some millionths{_UNTRUE}",
+            f"rounding gives some millionths{_UNTRUE if name == 'identity' else _OF_PLAN}",
         )
 
 
@@ -159,6 +160,5 @@ def check_whole_budget(
         raise Fraud(
             "whole budget",
             f"plan {plan!r} was tried as {whole!r}, which drops nothing, and {float(sizes.mean()):.2e} nats a token of "
-            f"{what} lie between it and 'full'; {sentence}: what it loses is not its budget's doing; please report it "
-            "with the model's name",
+            f"{what} lie between it and 'full'; {sentence}: what it loses is not its budget's doing{_OF_PLAN}",
         )

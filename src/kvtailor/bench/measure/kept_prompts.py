@@ -89,6 +89,8 @@ class KeptPrompts:
         self._expected: list[Plan] = []
         self._notes: dict[str, _Note] = {}
         self._compared: set[tuple[str, bool] | None] = set()
+        # What differs in two caches of a plan that have read the same prompt.
+        self._unlike: dict[str, str] = {}
         self._sample = 0
         self._of: object = None
         self._model: str | None = None
@@ -101,6 +103,7 @@ class KeptPrompts:
         if model_hash is None or model_hash != self._model:
             self.forget()
             self._compared.clear()
+            self._unlike.clear()
         self._model = model_hash
 
     def begin(self, plans: Sequence[Plan], of: object = None) -> None:
@@ -151,6 +154,16 @@ class KeptPrompts:
         shared = note.why is None
         return {"prefill": "shared" if shared else "own", "prefill_own": note.why, "prefill_compared": note.compared}
 
+    def notes_on(self, plan: Plan | None) -> tuple[str, ...]:
+        """Return what a plan's record must say of its prompts."""
+        parts = None if plan is None else self._unlike.get(plan.hash)
+        if parts is None:
+            return ()
+        return (
+            f"It keeps something else of the same prompt each time (two caches differ in {parts}), by a method that "
+            "draws at random without a state or by a device's sums: these numbers need not come again.",
+        )
+
     def not_filled(self, cache: Any, why: str) -> None:
         """Take note of a cache that reads a prompt itself, and why, as the end of a sentence."""
         if isinstance(cache, KvCache):
@@ -188,7 +201,8 @@ class KeptPrompts:
             logits = self._fill(model, ids, cache, kept, last_only, instruction)
             if len(kept.repeated) > before:
                 self._weigh(entry)
-            note.compared = self._compared_once(model, ids, cache.plan, kept, last_only, instruction) or note.compared
+            equal = self._compared_once(model, ids, cache.plan, kept, last_only, instruction)
+            note.compared = note.compared if equal is None else equal
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -330,7 +344,8 @@ class KeptPrompts:
             Fraud: it does, and the filled cache is another one.
         """
         kind = plan.prompt_pass
-        if kind in self._compared or plan == Plan() or plan not in self._expected:
+        looked_at = kind in self._compared or plan.hash in self._unlike
+        if looked_at or plan == Plan() or plan not in self._expected:
             return None
         self._compared.add(kind)
 
@@ -344,9 +359,14 @@ class KeptPrompts:
         if what is None:
             return True
         again, other = plainly()
-        if not _alike(again, expected) or difference(other, own) is not None:
+        if not _alike(again, expected):
             self.off = "this model does not give the same numbers for a prompt twice"
             self.forget()
+            return False
+        if (parts := difference(other, own)) is not None:
+            # The model does: it is the plan's own doing, and another one's caches are still to be looked at.
+            self._compared.remove(kind)
+            self._unlike[plan.hash] = parts
             return False
         raise Fraud(
             "shared prefill",

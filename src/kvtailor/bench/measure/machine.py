@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
+import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +21,16 @@ from kvtailor.hf.model import processes
 from kvtailor.ops import huge_pages
 from kvtailor.version import __version__
 
-__all__ = ["Neighbours", "describe", "free_bytes", "matmul_flops", "read_bandwidth", "resident_bytes", "versions"]
+__all__ = [
+    "Neighbours",
+    "code_of_others",
+    "describe",
+    "free_bytes",
+    "matmul_flops",
+    "read_bandwidth",
+    "resident_bytes",
+    "versions",
+]
 
 _PROBE_BYTES = 256 * 2**20
 # An accelerator reads 256 MiB in less time than a kernel launch takes.
@@ -80,6 +92,31 @@ def versions() -> dict[str, str | None]:
         "kvtailor": __version__,
         "commit": _commit(),
     }
+
+
+def code_of_others(methods: Iterable[object]) -> dict[str, str | None]:
+    """Digests of the code of methods that kvtailor does not have itself, by module.
+
+    Of all files of a method's package that are loaded now; None: its class comes from no file, as in a notebook, so
+    that nothing tells one version of it from another.
+    """
+    modules = {type(each).__module__ for each in methods}
+    return {each: _digest(each) for each in sorted(modules) if not each.startswith("kvtailor.")}
+
+
+def _digest(module: str) -> str | None:
+    package = module.partition(".")[0]
+    loaded = {name: sys.modules.get(name) for name in {*sys.modules} if name.partition(".")[0] == package}
+    files = {name: getattr(each, "__file__", None) for name, each in loaded.items()}
+    if not files.get(module):
+        return None
+    found = hashlib.sha256()
+    for name in sorted(name for name, file in files.items() if file):
+        try:
+            found.update(f"{name}\n".encode() + Path(str(files[name])).read_bytes())
+        except OSError:
+            return None
+    return found.hexdigest()[:16]
 
 
 def read_bandwidth(device: torch.device | None = None, rounds: int = 5) -> float:
