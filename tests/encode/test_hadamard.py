@@ -73,3 +73,11 @@ def test_a_plan_writes_it() -> None:
     assert str(plan) == "hadamard(of=bit_table(of=kivi, keys=1), only=keys)"
     low = plan.encode.for_layer(CodecContext(layer=2, layers=3))
     assert low == Hadamard(of=Kivi(key_bits=1, value_bits=1), only="keys")
+
+
+def test_a_rotation_that_undoes_the_other_is_refused():
+    inner = Hadamard(of=Vector(bits=4))
+    for both in (Hadamard(of=Vector(bits=4), only="keys"), inner):
+        with pytest.raises(ValueError, match="undoes the first"):
+            Hadamard(of=both)
+    assert Hadamard(of=inner, signs=1) and Hadamard(of=Hadamard(of=Vector(bits=4), only="keys"), only="values")

@@ -36,7 +36,7 @@ CODECS = {
     "grid": Hadamard(of=Higgs(bits=2), signs=0),
     "grid keys": Hadamard(of=Higgs(bits=4, only="keys"), only="keys"),
     "hadamard values": Hadamard(of=Vector(bits=8), only="values"),
-    "twice": Hadamard(of=Hadamard(of=Vector(bits=8), only="keys")),
+    "twice": Hadamard(of=Hadamard(of=Vector(bits=8), only="keys"), signs=1),
     "single heads": LowRank(rank=0.5),
     "one basis": LowRank(rank=0.5, shared=True),
     "pairs of heads": LowRank(rank=0.5, heads=2),

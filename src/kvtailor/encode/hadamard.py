@@ -81,6 +81,10 @@ class Hadamard(Around, Codec):
             raise ValueError(
                 "hadamard: it mixes keys before their constant could be taken off: write centred(of=hadamard(of=...))"
             )
+        if isinstance(self.of, Hadamard) and {self.signs, self.of.signs} == {None}:
+            sides = {self.only, self.of.only}
+            if len(sides) == 1 or "both" in sides:
+                raise ValueError("hadamard: without signs the second rotation undoes the first: write one of them")
 
     def segment_type(self) -> type[HadamardSegment]:
         return HadamardSegment

@@ -48,8 +48,9 @@ def of_unit_variance(states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _length(vectors: Tensor) -> Tensor:
-    """(..., 1) float32 of vectors (..., c): on a CPU summed in float64, so that order does not tell, as in bell.h."""
-    wide = torch.float64 if vectors.device.type == "cpu" else torch.float32
+    """(..., 1) float32 of vectors (..., c): summed in float64, so that order does not tell, as in bell.h."""
+    # Apple's devices have no float64, and not all of Intel's do.
+    wide = torch.float32 if vectors.device.type in ("mps", "xpu") else torch.float64
     length: Tensor = vectors.norm(dim=-1, keepdim=True, dtype=wide)
     return length.float()
 
