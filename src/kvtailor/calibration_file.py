@@ -273,6 +273,13 @@ def _check(made: Calibration, found: str) -> None:
             getattr(made, name)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ArgumentError(f"{found}, whose head cannot be read ({error}): {how_to(made.kind)}") from error
+    broken = sorted(
+        name
+        for name, tensor in made.tensors.items()
+        if tensor.is_floating_point() and not bool(tensor.float().isfinite().all())
+    )
+    if broken:
+        raise ArgumentError(f"{found}, which has NaN or infinity in {', '.join(broken)}: {how_to(made.kind)}")
     wrong = sorted(name for name, tensor in made.tensors.items() if tensor.shape[:1] != (shapes.layers,))
     if wrong or not made.tensors:
         raise ArgumentError(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from tests.support.calibrated import filters_for, tiny, write_file
+from tests.support.calibrated import MADE, filters_for, tiny, write_file
 
+import kvtailor
 from kvtailor import calibration_file
 from kvtailor.calibration_file import CalibratedMethod, read, shipped, write
 from kvtailor.errors import CalibrationError, PlanError
+from kvtailor.hf.model.fingerprint import turns_of
 from kvtailor.plan import Plan
 from kvtailor.score.by_keys.qfilters import QFilters
 
@@ -47,6 +51,8 @@ def test_what_is_no_calibration_of_the_kind_is_refused(tmp_path: Path) -> None:
     other = write_file(tmp_path / "other.safetensors", "duo", tensors, MODEL)
     fewer = write_file(tmp_path / "fewer.safetensors", "qfilters", {"filters": tensors["filters"][:2]}, MODEL)
     head = write_file(tmp_path / "head.safetensors", "qfilters", tensors, MODEL, shapes="{}")
+    broken = {"filters": tensors["filters"].clone().index_fill_(0, torch.tensor([1]), float("nan"))}
+    nan = write_file(tmp_path / "nan.safetensors", "qfilters", broken, MODEL)
     for path, reason in (
         (cut, "damaged or was changed"),
         (noise, "damaged or was changed"),
@@ -54,6 +60,7 @@ def test_what_is_no_calibration_of_the_kind_is_refused(tmp_path: Path) -> None:
         (other, "of kind 'duo'"),
         (fewer, "its head has 3 layers, and filters has other ones"),
         (head, "whose head cannot be read"),
+        (nan, "has NaN or infinity in filters"),
     ):
         with pytest.raises(PlanError, match=f"qfilters: file is .*{Path(path).name}.*{reason}") as refused:
             plan_of(str(path))
@@ -61,6 +68,26 @@ def test_what_is_no_calibration_of_the_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="qfilters: file is .*none.safetensors', and there is no file"):
         plan_of(str(tmp_path / "none.safetensors"))
     plan_of(str(good))
+
+
+def test_a_file_of_keys_that_were_turned_otherwise_is_refused(tmp_path: Path) -> None:
+    """The weights are the same, and the keys that were measured are not this model's."""
+    made = json.dumps({**MADE, "rotary": turns_of(MODEL)})
+    plan = plan_of(write_file(tmp_path / "f.safetensors", "qfilters", filters_for(MODEL), MODEL, made=made))
+    kvtailor.cache_for(MODEL, plan)
+    other = copy.deepcopy(MODEL)
+    other.model.rotary_emb.inv_freq *= 1.1
+    with pytest.raises(CalibrationError, match=r"f.safetensors was made where this llama turned its keys by other"):
+        kvtailor.cache_for(other, plan)
+
+
+def test_scales_that_are_none_are_refused(tmp_path: Path) -> None:
+    scales = {name: torch.ones(3, 2) for name in ("key_scale", "value_scale")}
+    for wrong in (0.0, -1.0):
+        scales["value_scale"][1, 0] = wrong
+        path = write_file(tmp_path / "s.safetensors", "static_fp8", scales, MODEL)
+        with pytest.raises(PlanError, match="s.safetensors has scales that are not above 0 in value_scale"):
+            kvtailor.cache_for(MODEL, Plan.parse(f"static_fp8(file='{path}')"))
 
 
 def test_a_plans_hash_follows_the_content_of_its_file(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kvtailor.calibration.erank import _Ranks
 from kvtailor.calibration.passages import cut
 from kvtailor.calibration.qfilters import filters_of
 from kvtailor.calibration.watching import LayerStates, watched
-from kvtailor.errors import KvtailorError, UnknownName
+from kvtailor.errors import CalibrationError, KvtailorError, UnknownName
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.versions import hand_cache
 
@@ -157,3 +157,16 @@ def test_the_model_stays_as_it_was(tmp_path) -> None:
     other = kvtailor.calibrate(subject, "duo", out=tmp_path / "f.safetensors", tokens=200, context=100, state=1)
     assert torch.equal(made.tensors["gates"], again.tensors["gates"])
     assert not torch.equal(made.tensors["gates"], other.tensors["gates"])
+
+
+@pytest.mark.parametrize("kind", ["lowrank", "kvtc"])
+def test_directions_of_fewer_tokens_than_channels_are_refused(kind: str, tmp_path) -> None:
+    texts = {"a": "Several words, and several more of them. " * 9}
+    with pytest.raises(CalibrationError, match="directions of 32 channels from 30 tokens"):
+        kvtailor.calibrate(tiny(), kind, texts, tokens=30, context=10, out=tmp_path / "f.safetensors")
+
+
+def test_a_text_for_a_kind_that_reads_none_is_refused(tmp_path) -> None:
+    """Its file would keep the text's traces, and a bench would refuse what was never read."""
+    with pytest.raises(CalibrationError, match="kind duo reads no text, and mine was given"):
+        kvtailor.calibrate(tiny(), "duo", {"mine": "Some words. " * 90}, out=tmp_path / "f.safetensors")

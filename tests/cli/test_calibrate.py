@@ -134,6 +134,19 @@ def test_what_is_wrong_is_said(
     assert found.exit_code == 2 and sentence in " ".join(found.stderr.split())
 
 
+def test_texts_of_one_name_are_all_read(tmp_path: Path) -> None:
+    out, texts = tmp_path / "f.safetensors", [tmp_path / folder / "part.txt" for folder in "ab"]
+    for state, text in enumerate(texts):
+        text.parent.mkdir()
+        text.write_text(text_of(state)[:4000])
+    words = ["calibrate", "qfilters", "--model", "demo-draft", "--tokens", "256", "--context", "128", "--out", str(out)]
+    made = call(*words, "--text", str(texts[0]), "--text", str(texts[1]), "--json")
+    assert made.exit_code == 0, made.output
+    assert json.loads(made.stdout.splitlines()[-1])["texts"] == ["part.txt", "part.txt (2)"]
+    twice = call(*words, "--again", "--text", str(texts[0]), "--text", str(tmp_path / "a" / ".." / "a" / "part.txt"))
+    assert twice.exit_code == 2 and "--text names a file twice" in twice.output
+
+
 def test_kinds_and_shipped_files_are_listed() -> None:
     kinds = call("calibrate", "list")
     assert kinds.exit_code == 0 and "qfilters" in kinds.stdout and "atskv" in kinds.stdout

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from kvtailor.calibration.contract import Calibrator, Job, Made
-from kvtailor.calibration.lowrank import SIDES, Sums, rotations
+from kvtailor.calibration.lowrank import SIDES, Sums, check_enough, rotations
 from kvtailor.calibration.watching import LayerStates, watched
 from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.model.geometry import Geometry
 from kvtailor.ops.codes.components import part_distortions, principal_parts
 from kvtailor.presets import FULL
 
@@ -39,6 +40,7 @@ class Kvtc(Calibrator):
 
     def measure(self, job: Job) -> Made:
         """What `principal_parts` and `part_distortions` give for each of keys, unrotated (keys) and values."""
+        check_enough(job, Geometry.of(job.subject.model.config))
         turned = rotations(job.subject.model)
         sums = Sums(rotations=turned)
         self._read(job, sums.add, "components")

@@ -20,15 +20,16 @@ from torch import Tensor
 from kvtailor.calibration.contract import Calibrator, Job, Made
 from kvtailor.calibration.passages import Passage
 from kvtailor.calibration.watching import LayerStates, watched
-from kvtailor.errors import KvtailorError, UnsupportedModel
+from kvtailor.errors import CalibrationError, KvtailorError, UnsupportedModel
 from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.modules import modules_by_layer, rotation_of
 from kvtailor.ops.codes.subspace import StateMoments, principal
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.presets import FULL
 from kvtailor.types import Rotation
 
-__all__ = ["SIDES", "LowRank", "Sums", "rotations", "squared_gradients"]
+__all__ = ["SIDES", "LowRank", "Sums", "check_enough", "rotations", "squared_gradients"]
 
 SIDES = ("keys", "unrotated", "values")
 _GRADED = 16
@@ -49,6 +50,7 @@ class LowRank(Calibrator):
         """Mean, deviation and correlation for each of keys, unrotated (keys) and values; fisher_keys, fisher_values."""
         model = job.subject.model
         modules, geometry = modules_by_layer(model), cache_for(model, FULL).geometry
+        check_enough(job, geometry)
         sums = Sums(rotations=rotations(model))
         with torch.inference_mode():
             for passage in job.passages:
@@ -74,6 +76,20 @@ class LowRank(Calibrator):
             for side, of_side in zip(SIDES, moments, strict=True)
         }
         return Made(tensors=tensors, facts={**shares, "rotary": all(each is not None for each in sums.rotations)})
+
+
+def check_enough(job: Job, geometry: Geometry) -> None:
+    """Raise where there are fewer tokens than channels of all heads: then most directions are of nothing.
+
+    Raises:
+        CalibrationError: there are.
+    """
+    tokens, width = job.count * job.context, geometry.kv_heads * geometry.head_dim
+    if tokens < width:
+        raise CalibrationError(
+            f"asked for directions of {width} channels from {tokens} tokens, of which most would be of nothing: read "
+            f"{width} tokens or more, and better some thousands"
+        )
 
 
 def rotations(model: Any) -> list[Rotation | None]:

@@ -23,7 +23,7 @@ from kvtailor.calibration.passages import Passage, cut
 from kvtailor.calibration_file import Calibration, Shapes, read, write
 from kvtailor.errors import CalibrationError
 from kvtailor.hf.attention import NAME
-from kvtailor.hf.model.fingerprint import weight_fingerprint
+from kvtailor.hf.model.fingerprint import turns_of, weight_fingerprint
 from kvtailor.hf.model.geometry import Geometry, check
 from kvtailor.hf.model.tensor_parallel import RankHeads, share_of
 from kvtailor.plan.calls import check_call
@@ -87,6 +87,10 @@ def calibrate(
         raise CalibrationError(f"asked to write {target}, and there is no folder {target.parent}: make it first")
     if maker.reads_text and not texts:
         raise CalibrationError(f"a calibration of kind {kind} is measured on text, and none was given: give some")
+    if texts and not maker.reads_text:
+        raise CalibrationError(
+            f"a calibration of kind {kind} reads no text, and {', '.join(texts)} was given: leave it out"
+        )
     subject = subject_of(model, tokenizer, name)
     check(subject.model, NAME)
     geometry = Geometry.of(subject.model.config)
@@ -154,6 +158,7 @@ def head_of(kind: str, subject: Subject, made: Mapping[str, Any]) -> dict[str, s
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "kvtailor": __version__,
         "torch": torch.__version__,
+        "rotary": turns_of(subject.model),
     }
     return {
         "kind": kind,

@@ -79,6 +79,7 @@ def command(
         raise click.UsageError("--released measures nothing: leave out --text, --tokens and --context.")
     from rich.console import Console
 
+    from kvtailor.bench.data.texts import free_name
     from kvtailor.bench.progress import paced
     from kvtailor.bench.subject import Subject
     from kvtailor.calibration.contract import calibrator
@@ -90,7 +91,11 @@ def command(
     console = Console(stderr=True, highlight=False)
     try:
         calibrator(kind)
-        named = {path.name: _read(path) for path in texts}
+        if len({path.resolve() for path in texts}) < len(texts):
+            raise click.UsageError("--text names a file twice: give each once.")
+        named: dict[str, str] = {}
+        for path in texts:
+            named[free_name(path.name, named)] = _read(path)
         with console.status(f"loading {model}"):
             subject = Subject.load(model, dtype=dtype, cache_dtype=cache_dtype, device=device)
         if released is not None:
@@ -119,7 +124,7 @@ def _list_kinds() -> None:
     from kvtailor.calibration.contract import calibrator, kinds
 
     for name in kinds():
-        say(f"{name:<12}{calibrator(name).summary}", hang=12)
+        say(f"{name:<13}{calibrator(name).summary}", hang=13)
 
 
 def _read(path: Path) -> str:

@@ -124,6 +124,14 @@ class StaticFp8(ByBlocks, TwoSided, CalibratedMethod, Codec):
             for name in ("key_scale", "value_scale")
         }
 
+    def misfit(self, *, layers: int, heads: int, size: int) -> str | None:
+        """A file that was made for a model of other shapes, or has scales that are none."""
+        sentence, own = super().misfit(layers=layers, heads=heads, size=size), self._calibration
+        if sentence is not None or own is None or not self.wants_calibration:
+            return sentence
+        wrong = sorted(name for name, scales in own.tensors.items() if not bool((scales > 0).all()))
+        return f"static_fp8: {own.name} has scales that are not above 0 in {', '.join(wrong)}" if wrong else None
+
     def _coded(self, states: Tensor, layout: Layout, name: str) -> FloatCodes:
         heads = self._of_heads(name, layout.heads, states.device)
         return FloatCodes.scaled(states, self.block_size, heads[layout.owners(states.device) % layout.heads])

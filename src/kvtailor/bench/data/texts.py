@@ -85,13 +85,13 @@ def named_texts(texts: object) -> dict[str, str]:
     named: dict[str, str] = {}
     for number, text in enumerate(each):
         if isinstance(text, Path) or _is_file(text):
-            named[_free(Path(text).name, named)] = read_text(Path(text).expanduser())
+            named[free_name(Path(text).name, named)] = read_text(Path(text).expanduser())
         elif isinstance(text, str):
             if _is_like_a_path(text):
                 raise KvtailorError(f"there is no text file {text}: give the path of one, or the text itself")
             if not text.strip():
                 raise KvtailorError(f"text {number + 1} of {len(each)} is empty: give a text, or the path of a file")
-            named[_free(f"text {number + 1}", named)] = text
+            named[free_name(f"text {number + 1}", named)] = text
     return named
 
 
@@ -108,7 +108,8 @@ def _is_like_a_path(text: str) -> bool:
     return len(text.split()) == 1 and bool(Path(text).suffix or "/" in text)
 
 
-def _free(name: str, taken: Mapping[str, str]) -> str:
+def free_name(name: str, taken: Mapping[str, str]) -> str:
+    """Return a name, with a number behind it where it is taken."""
     number = 2
     free = name
     while free in taken:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from kvtailor.calibration_file import CalibratedMethod, Calibration, Shapes, calibrated, how_to, shipped
 from kvtailor.errors import CalibrationError
 from kvtailor.hf.model.config import RANDOM
-from kvtailor.hf.model.fingerprint import remembered_fingerprint
+from kvtailor.hf.model.fingerprint import remembered_fingerprint, turns_of
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.plan import Plan
 from kvtailor.plan.arguments import with_nested
@@ -46,7 +47,7 @@ def calibrations_of(plan: Plan, model: Any) -> dict[str, list[Calibration]]:
     made_up = bool(getattr(model, UNTRAINED, False))
     return {
         stage: [
-            _random(each, own, geometry) if made_up and each.file is None else _for_model(each, own, geometry)
+            _random(each, own, geometry) if made_up and each.file is None else _for_model(each, own, geometry, model)
             for each in methods
         ]
         for stage, methods in wanted.items()
@@ -72,7 +73,7 @@ def tensors_of(found: Sequence[Calibration], plan: Plan, device: Any) -> dict[st
     return tensors
 
 
-def _for_model(method: CalibratedMethod, own: str | None, geometry: Geometry) -> Calibration:
+def _for_model(method: CalibratedMethod, own: str | None, geometry: Geometry, model: Any) -> Calibration:
     kind, found = method.calibrates, method.calibration
     if found is None:
         for each in shipped(kind):
@@ -96,7 +97,25 @@ def _for_model(method: CalibratedMethod, own: str | None, geometry: Geometry) ->
             f"{kind}: {found.name} was made for {found.model}, and this {geometry.model_type} has other weights of the "
             f"same shapes, or weights in a dtype that the file has no fingerprint of: {how_to(kind)}"
         )
+    if not _turns_alike(found.made.get("rotary"), model):
+        raise CalibrationError(
+            f"{kind}: {found.name} was made where this {geometry.model_type} turned its keys by other frequencies "
+            f"(rope_theta, or a scaling of its positions): {how_to(kind)}"
+        )
     return found
+
+
+def _turns_alike(made: object, model: Any) -> bool:
+    """Whether a model has the rotary frequencies that it had when a file was made; older files do not say."""
+    if not isinstance(made, list):
+        return True
+    now = turns_of(model)
+    # Frequencies of a model that was cast to 16 bits have 8 bits left, and the smallest in float16 fewer.
+    return len(now) == len(made) and all(
+        len(one) == len(other)
+        and all(math.isclose(a, b, rel_tol=0.01, abs_tol=1e-6) for a, b in zip(one, other, strict=True))
+        for one, other in zip(now, made, strict=True)
+    )
 
 
 def _random(method: CalibratedMethod, own: str | None, geometry: Geometry) -> Calibration:

@@ -114,6 +114,11 @@ def rotary_frequencies(model: Any) -> dict[str, list[float]]:
     return found
 
 
+def turns_of(model: Any) -> list[list[float]]:
+    """Return the different rotary frequencies of a model, whatever its modules are called."""
+    return sorted({tuple(each): each for each in rotary_frequencies(model).values()}.values())
+
+
 def _values(one_or_by_name: Any) -> list[Any]:
     return list(one_or_by_name.values()) if isinstance(one_or_by_name, dict) else [one_or_by_name]
 
