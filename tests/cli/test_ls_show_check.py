@@ -258,3 +258,8 @@ def test_show_takes_the_layers_that_a_table_is_for(plan: str, each: float) -> No
     assert last_object(found)["closed_form"]["bytes_per_token_and_kv_head"] == each
     refused = call("show", plan, "--model", "demo")
     assert refused.exit_code != 0 and "layers; the plan compresses" in refused.output + str(refused.exception)
+
+
+def test_a_head_size_beside_a_model_is_refused():
+    found = CliRunner().invoke(main, ["show", "kivi4", "--model", "demo", "--head-size", "128"])
+    assert found.exit_code == 2 and "both say how wide a head is" in found.output

@@ -282,7 +282,8 @@ def make_card(plan: Plan, records: Sequence[Record], layers: LayerLosses | None 
         scored = [each for each in records if each.error is None and each.task == "perplexity" and not each.is_full]
         measured = ", ".join(sorted({each.plan for each in scored}))
         raise KvtailorError(
-            f"asked for a card of the plan {plan}, whose loss beside 'full' these records do not have; they have those "
+            f"asked for a card of the plan {plan}, whose loss of text beside 'full' (the task perplexity) these "
+            "records do not have; they have those "
             f'of {measured or "none"}: run `kvtailor bench --model {models[0][0]} --plans "{plan}" --out FOLDER`'
         )
     ours = [each for each, _ in pairs]

@@ -126,7 +126,7 @@ def _begin(subject: Subject, contestants: list[Contestant], begin: float, consol
     from kvtailor.ops.sizes import byte_text
 
     most = _longest(subject)
-    each = cache_size(subject.model, FULL, context=most).total / most
+    each = cache_size(subject.model, FULL, context=most).full / most
     console.print(
         "As a model reads, it keeps keys and values of every token, to look back at: its KV cache. Here that is "
         f"{byte_text(each)} a token, and it grows with the text. kvtailor keeps fewer tokens, or fewer bits of each. "

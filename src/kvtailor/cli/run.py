@@ -385,10 +385,12 @@ def _say(found: MeasuredRun, console: Any) -> None:
         held, full = byte_text(found.bytes_held), byte_text(found.bytes_full)
         lines.append(f"cache   {held} held, {full} full{of}: {share:.1f} %")
     if found.tokens_held is not None:
+        # What is made last is fed to nothing.
+        last = ", the last not fed" if found.tokens_seen == found.prompt_tokens + found.new_tokens - 1 else ""
         read = "" if found.tokens_read is None else f"{found.tokens_read:.0f} read for the last token, "
         lines.append(
             f"tokens  {found.tokens_held:.0f} held, {read}{found.tokens_seen} seen ({found.prompt_tokens} prompt, "
-            f"{found.new_tokens} new)"
+            f"{found.new_tokens} new{last})"
         )
     if found.ttft_seconds is not None:
         further = f", {1000 * found.tpot_seconds:.1f} ms for each next" if found.tpot_seconds is not None else ""

@@ -34,9 +34,9 @@ _LATER = 512
 @click.argument("plan", nargs=-1, required=True)
 @click.option(
     "--model",
-    help="'demo' or 'demo-draft', a folder, a GGUF file, or a hub name: its sizes instead of the next two options.",
+    help="'demo' or 'demo-draft', a folder, a GGUF file, or a hub name: its sizes instead of --head-size.",
 )
-@click.option("--head-size", type=click.IntRange(1), default=128, show_default=True, help="Of a key and of a value.")
+@click.option("--head-size", type=click.IntRange(1), help="Of a key and of a value, without --model.  [128]")
 @click.option("--cache-dtype", type=click.Choice(list(ELEMENT_SIZES)), help="[the checkpoint's own, else bfloat16]")
 @click.option(
     "--context",
@@ -56,7 +56,7 @@ _LATER = 512
 def command(
     plan: tuple[str, ...],
     model: str | None,
-    head_size: int,
+    head_size: int | None,
     cache_dtype: str | None,
     tokens: int | None,
     batch: int,
@@ -75,8 +75,10 @@ def command(
     from kvtailor.cli.words.plan import read_by
     from kvtailor.plan.check import BUDGETS
 
+    if model is not None and head_size is not None:
+        raise click.UsageError("--model and --head-size both say how wide a head is: give one.")
     parsed, named = read_plan(plan), _named(" ".join(plan))
-    sizes: dict[str, Any] = {"model": model, "head_size": head_size, "dtype": cache_dtype or "bfloat16"}
+    sizes: dict[str, Any] = {"model": model, "head_size": head_size or 128, "dtype": cache_dtype or "bfloat16"}
     config: Any = None
     geometry = own = None
     if model is not None:

@@ -164,7 +164,10 @@ def memory_of(unit: str, asked: Any, *, full: int, tokens: int) -> int:
         ArgumentError: no such value.
     """
     if isinstance(asked, str) and (share := _SHARE.fullmatch(asked.strip())) and unit != "bytes_per_token":
-        return memory_of("keep_bytes", float(share[1]) / 100, full=full, tokens=tokens)
+        part = float(share[1]) / 100
+        if not 0 < part <= 1:
+            raise ArgumentError(f"{unit} is {asked}: give a share of the uncompressed bytes, above 0 and at most 100%")
+        return max(1, math.floor(part * full))
     if unit == "memory" and isinstance(asked, str):
         try:
             asked = bytes_of(asked)

@@ -313,7 +313,7 @@ def _sentence(
     found = against[rival.label]
     best = "the best other preset" if chosen.origin == "preset" else "the best preset"
     if told[rival.label] == "not told apart":
-        words += f"It is not told apart from {best}, {rival.label} ({_interval(found)} nats)"
+        words += f"It is not told apart from {best}, {rival.label} (this less that: {_interval(found)} nats)"
         return words + (f": about {needed} windows would be needed." if needed else ".")
     how = "less" if told[rival.label] == "better" else "more"
     shown = found if found.value >= 0 else found.map(lambda each: -each)

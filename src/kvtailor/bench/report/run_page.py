@@ -57,7 +57,7 @@ _HELD = (
     "Bytes without another word are bytes held, in tables, charts, the verdict and the memory above: every storage of "
     "a plan's whole cache, each counted once, read when the cache was weighed. Codes, scales, indices and the tail in "
     "full precision are all in it. In percent it is over the keys and values of the same tokens without compression, "
-    "so that 'full' has 100."
+    "where charts draw 'full'; the row of 'full' is some percent above 100 where its cache has free slots."
 )
 _SIZES = (
     (
