@@ -44,6 +44,8 @@ _FORMAT = Format(
     cure="fetch it again, or make it again",
 )
 _HOME = Path(__file__).parent / "calibration" / "shipped"
+# Kinds that are measured on no text.
+_WITHOUT_TEXT = ("duo",)
 _ENTRIES = ("kind", "model", "fingerprints", "shapes", "made", "facts", "calibrated_on")
 
 
@@ -200,9 +202,8 @@ def calibrated(methods: Iterable[Method]) -> list[CalibratedMethod]:
 
 def how_to(kind: str) -> str:
     """What to do to get a file of a kind."""
-    return (
-        f"run `kvtailor calibrate {kind} --model M --text T --out F.safetensors` and write {kind}(file='F.safetensors')"
-    )
+    text = "" if kind in _WITHOUT_TEXT else " --text T"
+    return f"run `kvtailor calibrate {kind} --model M{text} --out F.safetensors` and write {kind}(file='F.safetensors')"
 
 
 def read(path: str, kind: str, asked: str) -> Calibration:

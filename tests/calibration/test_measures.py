@@ -16,6 +16,7 @@ from kvtailor.calibration.erank import _Ranks
 from kvtailor.calibration.passages import cut
 from kvtailor.calibration.qfilters import filters_of
 from kvtailor.calibration.watching import LayerStates, watched
+from kvtailor.calibration_file import how_to
 from kvtailor.errors import CalibrationError, KvtailorError, UnknownName
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.versions import hand_cache
@@ -170,3 +171,7 @@ def test_a_text_for_a_kind_that_reads_none_is_refused(tmp_path) -> None:
     """Its file would keep the text's traces, and a bench would refuse what was never read."""
     with pytest.raises(CalibrationError, match="kind duo reads no text, and mine was given"):
         kvtailor.calibrate(tiny(), "duo", {"mine": "Some words. " * 90}, out=tmp_path / "f.safetensors")
+
+
+def test_how_to_make_a_file_names_a_text_where_one_is_read() -> None:
+    assert all(("--text" in how_to(kind)) == calibrator(kind).reads_text for kind in kinds())

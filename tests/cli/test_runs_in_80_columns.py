@@ -15,7 +15,6 @@ from rich.console import Console
 from tests.cli.test_in_80_columns import said, wide
 from tests.support.fitting.made_fits import made_fit
 
-from kvtailor.bench.data.texts import generated_text
 from kvtailor.cli import demo
 from kvtailor.cli.fit import TerminalProgress, show
 from kvtailor.cli.words.lines import formatted_warning, python_lines
@@ -42,9 +41,8 @@ def test_run():
 
 def test_calibrate_and_its_list(tmp_path):
     assert too_wide(said("calibrate", "list")) == []
-    (tmp_path / "notes.txt").write_text(generated_text(30_000), encoding="utf-8")
     out = tmp_path / "kept.safetensors"
-    words = ("calibrate", "duo", "--text", tmp_path / "notes.txt", "--tokens", 512, "--context", 128, "--out", out)
+    words = ("calibrate", "duo", "--tokens", 512, "--context", 128, "--out", out)
     text = said(*map(str, words))
     assert out.is_file(), text
     assert too_wide(text) == [] and f"{out}" in text
