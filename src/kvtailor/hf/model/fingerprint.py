@@ -114,9 +114,9 @@ def rotary_frequencies(model: Any) -> dict[str, list[float]]:
     return found
 
 
-def turns_of(model: Any) -> list[list[float]]:
+def turns_of(model: Any) -> list[tuple[float, ...]]:
     """Return the different rotary frequencies of a model, whatever its modules are called."""
-    return sorted({tuple(each): each for each in rotary_frequencies(model).values()}.values())
+    return sorted({tuple(each) for each in rotary_frequencies(model).values()})
 
 
 def _values(one_or_by_name: Any) -> list[Any]:
