@@ -27,7 +27,7 @@ from kvtailor.ops.attention.lanes import Lanes, joint
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.grids import GridCodes
-from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
+from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.cpu.library import library, why_none
 from kvtailor.ops.dispatch import forced
 from kvtailor.ops.segments.attention_inputs import AttentionInputs
@@ -105,6 +105,7 @@ LEVELS: dict[str, tuple[Callable[[Tensor], Coded], Callable[[Tensor], Coded]]] =
     GRID: (partial(GridCodes.of, bits=4, keep_norm=True),) * 2,
     "mxfp4": (partial(MxCodes.of, element="e2m1", block=32),) * 2,
     "mxfp8": (partial(MxCodes.of, element="e4m3", block=32),) * 2,
+    "fp8": (partial(FloatCodes.of, group=32),) * 2,
     "nvfp4": (partial(NvCodes.of, block=16, group=32),) * 2,
 }
 

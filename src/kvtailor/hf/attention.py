@@ -8,6 +8,7 @@ NaN: where some other attention runs on it after all, the output is NaN instead 
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -171,6 +172,12 @@ def attention(
     except (CacheMisuse, PlanError, UnsupportedModel):
         layer.refuse_forward()
         raise
+    if kwargs.get("output_attentions"):
+        warnings.warn(
+            "asked for output_attentions=True: attention over a compressed cache makes no matrix of weights, so the "
+            "forward returns none",
+            stacklevel=2,
+        )
     factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     fast_path = layer.attend_on_fast_path(query, attention_mask, factor)
     if fast_path is not None:

@@ -26,7 +26,7 @@ from tests.ops.cpu.coded_truth import merges_ragged_lanes, same, truth
 from kvtailor.ops.attention.cpu import attention
 from kvtailor.ops.attention.cpu.attention import attend_coded
 from kvtailor.ops.attention.cpu.sides import unsuited
-from kvtailor.ops.codes.floats import NvCodes
+from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.cpu.library import Library
@@ -239,12 +239,35 @@ def test_sums_fade_when_later_tokens_weigh_more(library: Library, layout: str) -
 def test_floats_of_every_size_of_states(library: Library) -> None:
     """Scales at both ends of what float32 holds: no product on the way to a number may overflow or vanish."""
     for factor in (1e-30, 1e-3, 1e30):
-        for of in ("nvfp4", "mxfp4", "mxfp8", "mxfp8_e5m2"):
+        for of in ("nvfp4", "mxfp4", "mxfp8", "mxfp8_e5m2", "fp8"):
             keys, values = (LAYOUTS[of](x * factor) for x in states_of(5, torch.float32, 2, 70, 128))
             query = torch.randn(2, 2, 1, 128) / factor
             found, lse = attend_coded(AttentionInputs(query, keys, values, scaling=0.1), using=library)
             expected = truth(query, keys, values)
             assert same((found / factor, lse), (expected[0] / factor, expected[1]), 2e-5), (factor, of)
+
+
+@every_variant
+@pytest.mark.parametrize("block", [32, 64, 128, None], ids=str)
+def test_every_number_of_eight_bits(library: Library, block: int | None) -> None:
+    """Also those below the normal ones, of tokens of any width; None: one scale for a run of 3 tokens."""
+    numbers = torch.cat([torch.arange(127), torch.arange(128, 255)]).to(torch.uint8)
+    for size, rows in itertools.product([32, 64, 96, 128, 256], [1, 2, 3, 4, 7]):
+        generator = torch.Generator().manual_seed(size + rows)
+        sides = []
+        for _ in range(2):
+            codes = numbers[torch.randint(len(numbers), (2, 303, size), generator=generator)]
+            if block is None:
+                scale = torch.rand((2, 101, 1), generator=generator) / 448
+                sides.append(FloatCodes(group=3, codes=codes, scale=scale))
+            else:
+                shape = (2, 303, -(-size // block))
+                scales = torch.randint(115, 125, shape, generator=generator, dtype=torch.uint8)
+                of = {"element": "e4m3", "block": block, "size": size, "dtype": "float32"}
+                sides.append(MxCodes(**of, codes=codes, scales=scales))
+        query = torch.randn((2, rows, 1, size), generator=generator)
+        found = attend_coded(AttentionInputs(query, *sides, scaling=0.1), using=library)
+        assert same(found, truth(query, *sides), 1e-5), (size, rows)
 
 
 @every_variant

@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import warnings
 from collections import Counter
 from contextlib import suppress
 
@@ -248,6 +249,18 @@ def test_a_deep_copy_of_an_eager_model_gives_its_attentions() -> None:
         found = reference(prompts((9,))[0], output_attentions=True).attentions
     assert len(found) == model.config.num_hidden_layers
     assert found[0].shape[-2:] == (9, 9)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attentions_that_cannot_come_are_a_warning(attention: str) -> None:
+    model = build("llama", attention=attention)
+    cache = kvtailor.cache_for(model, SNAP)
+    with torch.no_grad(), pytest.warns(UserWarning, match="output_attentions=True: .* none"):
+        found = model(prompts((9,))[0], **hand_cache(cache), output_attentions=True)
+    assert found.attentions == ()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model(prompts((1,))[0], **hand_cache(cache))
 
 
 def test_every_configuration_of_a_model_of_parts_is_copied_as_it_was() -> None:

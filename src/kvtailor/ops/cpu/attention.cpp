@@ -12,6 +12,7 @@
 #include "offset.h"
 #include "plain.h"
 #include "signs.h"
+#include "small_floats.h"
 #include "threads.h"
 #include "turned.h"
 
@@ -149,6 +150,7 @@ int64_t place(const Side& side, bool placed, int64_t c) {
     return placed ? second * pairs + place_of_code(side, pair) : 2 * pair + second;
   }
   if (placed) return place_of_code(side, c);
+  if (in_small_floats(side)) return place_of_small_float(c);
   if (side.kind != BFLOAT16 || side.size % (2 * W)) return c;
   return c / (2 * W) * (2 * W) + BF16::place((int)(c % (2 * W)));
 }
@@ -208,6 +210,7 @@ struct Tables {
   int64_t all_keys = halves_of(call.keys) * wide_keys, all_values = room_of(call.values);  // with those of signs
   bool signed_keys = all_keys > wide_keys, signed_values = all_values > wide_values;
   bool fused_keys = !call.turn && keys_fused(keys), fused_values = values_fused(values);
+  bool small_keys = !call.turn && in_small_floats(keys), small_values = in_small_floats(values);
   bool coarse_keys = !call.turn && keys_coarse(keys), short_values = values_short(values);
   bool cut_keys = coarse_keys && !has_levels(keys);  // products of their codes are taken in integers
   // The same with `visible` as with `firsts`: a step and what it stands for must take the same blocks.
@@ -330,6 +333,7 @@ struct Piece {
   int64_t lane, rows = call.rows;  // `lane` may become another of the same owner
   float *cut, *query, *folded, *sums_at, *logits_at, *hidden, *tile, *scales, *key_scales, *value_scales, *angles, *turned;
   float *of_whole, *whole_sums, *whole_query, *of_offset, *key_nibbles, *value_nibbles;
+  float unit_of_keys = 1;     // what logits of keys in small floats are to be multiplied by
   bool knows_angles = false;  // those of the block are there
 
   // Apart, since several functions begin with it.
@@ -365,6 +369,12 @@ struct Piece {
         (at < wide ? mine : of_signs)[at] = scaled;
         sums_at[r] += scaled;
       }
+    }
+    if (tables.small_keys) {
+      // Queries come to 2^100 where no power of two is too large for that.
+      const float power = power_below(query, rows * wide, 7.4505805969238281e-9f), to_high = 1.2676506002282294e30f;
+      times(query, rows * wide, to_high / power);
+      unit_of_keys = UNIT / to_high * power;
     }
 #if defined(INTEGER_PRODUCTS)
     if (tables.cut_keys && tables.keys.kind == TOKEN_CODES)
@@ -775,6 +785,28 @@ struct Piece {
     else logits_by_token(first, count);
   }
 
+  // Tokens of a side in 8-bit floats; `to`: their scales.
+  SmallFloats small_floats(const Side& side, int64_t first, int64_t count, float* to) const {
+    scales_of_levels(side, lane, call.slots, first, count, to);
+    return {data(side, first), side.slot_bytes, count, side.group, groups_of(side), to};
+  }
+
+  APART void logits_of_small_floats(int64_t first, int64_t count) const {
+    const SmallFloats keys = small_floats(tables.keys, first, count, key_scales);
+    times(key_scales, count * keys.groups, unit_of_keys);
+    with_scales(keys, [&](auto scales) { small_float_logits<scales>(query, rows, tables.wide_keys, keys, logits_at); });
+    if (keys.groups == 1) times_scales(key_scales, count);
+  }
+
+  APART void sum_small_floats(int64_t first, int64_t count, float* out) const {
+    const SmallFloats values = small_floats(tables.values, first, count, value_scales);
+    const int64_t scales = count * values.groups, width = tables.wide_values;
+    const float power = power_below(value_scales, scales, 1);
+    times(value_scales, scales, UNIT / power);
+    if (values.groups == 1) times_scales(value_scales, count);
+    with_scales(values, [&](auto scales) { mix_small_floats<scales>(logits_at, rows, values, power, out, width); });
+  }
+
   APART void sum_levels(int64_t first, int64_t count, float* out) const {
     const Side& values = tables.values;
 #if defined(__AVX512F__)
@@ -876,6 +908,7 @@ struct Piece {
 #endif
     if (call.turn) logits_of_turned(first, count);
     else if (tables.fused_keys) logits_of_codes(first, count);
+    else if (tables.small_keys) logits_of_small_floats(first, count);
     else
       over(tables.keys, wide, first, count, [&](auto type, const char* keys, int64_t stride, int64_t at, int64_t n) {
         logits<decltype(type)>(query, rows, wide, keys, stride, n, logits_at + at);
@@ -891,6 +924,7 @@ struct Piece {
     if (tables.signed_values) add_sums_of_signs(first, count, out + rows * width);
     if (call.value_magnitudes) magnify_weights(first, count, out);
     if (tables.fused_values) return sum_codes(first, count, out);
+    if (tables.small_values) return sum_small_floats(first, count, out);
 #if defined(__AVX2__)
     if (tables.short_fitted_values) return sum_short_fitted(first, count, out);
 #endif
