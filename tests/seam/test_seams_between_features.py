@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,15 +80,17 @@ def test_a_draft_that_was_not_judged_is_no_part_of_the_text() -> None:
     assert torch.equal(found, model.generate(more, **hand_cache(kvtailor.cache_for(model, SNAP)), **GREEDY))
 
 
-def test_turn_two_after_beams_is_refused() -> None:
+def test_turn_two_after_beams_is_refused(tmp_path: Path) -> None:
     """The rows are running beams, and not the sequences that were returned."""
     model, ids = build("llama"), prompts((40,), state=3)[0]
     with kvtailor.session(model, "full") as s:
         out = s.generate(ids, num_beams=2, num_return_sequences=2, **GREEDY)
         more = torch.cat([out, prompts((5,), state=9)[0].expand(2, -1)], 1)
-        for generate in (s.generate, model.generate):
-            with pytest.raises(CacheMisuse, match="beam search has left its beams"):
-                generate(more, **hand_cache(s.last), **GREEDY)
+        s.last.save(tmp_path / "beams.safetensors")
+        for cache in (s.last, kvtailor.load_cache(model, tmp_path / "beams.safetensors")):
+            for generate in (s.generate, model.generate):
+                with pytest.raises(CacheMisuse, match="beam search has left its beams"):
+                    generate(more, **hand_cache(cache), **GREEDY)
 
 
 def test_another_conversation_after_prompt_lookup_is_refused() -> None:

@@ -193,15 +193,31 @@ def test_eos_inside_an_accepted_run_ends_text_and_cache_there() -> None:
     assert error(more, alone) < ROUNDING
 
 
-def test_ended_rows_of_a_batch_are_padded() -> None:
+@pytest.mark.parametrize("target", ["full", "h2o(recent=4) @ tokens=12, slack=11"])
+@pytest.mark.parametrize("strength", [0.0, 0.02])
+@pytest.mark.parametrize("place", [5, 9])
+def test_ended_rows_of_a_batch_are_padded(target: str, strength: float, place: int) -> None:
+    """In the text and in the cache, whatever was drafted behind a row's end."""
     model = build("llama")
-    ids, mask = prompts((30, 30))
-    whole, _ = plain(model, ids, "full", 30)
-    eos = int(whole[0, 30 + 5])
+    ids, mask = prompts((30, 30, 30))
+    whole, _ = plain(model, ids, target, 30)
+    eos = int(whole[0, 30 + place])
     options = {"eos_token_id": eos, "pad_token_id": 0, "max_new_tokens": 30}
-    expected = model.generate(ids, attention_mask=mask, do_sample=False, **options)
-    found = kvtailor.generate(model, ids, mask, draft_plan="full", gamma=4, min_gain=None, **options)
+    cache = kvtailor.cache_for(model, target)
+    expected = model.generate(ids, attention_mask=mask, do_sample=False, **hand_cache(cache), **options)
+    assert (expected[:, 30:] == 0).any()
+    draft = nearly("llama", strength)
+    found = kvtailor.generate(model, ids, mask, plan=target, draft=draft, gamma=4, min_gain=None, **options)
     assert torch.equal(found.sequences, expected)
+    level = found.statistics.levels[0]
+    assert level.accepted > 0 and (level.accepted == level.proposed or (target, strength) != ("full", 0.0))
+    assert_same_state(found.cache, cache)
+    more = torch.cat([expected, prompts((6, 6, 6), state=8)[0]], 1)
+    turns = [
+        model.generate(more, attention_mask=torch.ones_like(more), do_sample=False, **hand_cache(each), **options)
+        for each in (found.cache, cache)
+    ]
+    assert torch.equal(*turns)
 
 
 def test_a_streamer_gets_the_prompt_and_then_each_token_in_order() -> None:

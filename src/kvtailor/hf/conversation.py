@@ -62,9 +62,8 @@ class Conversation:
         written: who feeds token by token writes to tensors that were fed, so copies are noted.
     """
 
-    def __init__(self, known: Sequence[Known] = (), real: Tensor | None = None):
-        self.known, self.real = tuple(known), real
-        self.reordered = False
+    def __init__(self, known: Sequence[Known] = (), real: Tensor | None = None, *, reordered: bool = False):
+        self.known, self.real, self.reordered = tuple(known), real, reordered
         self.notes: list[tuple[int, Tensor, int | None]] = []
         self.newest: tuple[Tensor, int] | None = None
         self.written = False

@@ -89,7 +89,7 @@ def load_cache(model: Any, path: str | os.PathLike[str], *, graphs: bool = False
                 _fill(cache, about["layers"], files[0].tensors, model)
             else:
                 _fill_from_shards(cache, files, model)
-            _fill_conversation(cache, about["conversation"], files[0].tensors.get("conversation.real"))
+            _fill_conversation(cache, about, files[0].tensors.get("conversation.real"))
             _fill_rope_deltas(cache, about["rope_deltas"], files[0].tensors.get("rope_deltas"), model)
         except _MALFORMED as error:
             if isinstance(error, KvtailorError):
@@ -128,6 +128,7 @@ def _read(shard: Shard) -> _Part:
     try:
         about: dict[str, Any] = {each: json.loads(file.about[each]) for each in ("geometry", "layers")}
         about["conversation"] = json.loads(file.about.get("conversation", "[]"))
+        about["reordered"] = json.loads(file.about.get("reordered", "false"))
         about["rope_deltas"] = json.loads(file.about.get("rope_deltas", "null"))
         about["cache_dtype"] = json.loads(file.about.get("cache_dtype", "null"))
         about["model"] = json.loads(file.about["model"]) if file.checked else None
@@ -338,12 +339,13 @@ def _dtype(name: object) -> torch.dtype:
     return found
 
 
-def _fill_conversation(cache: KvCache, known: list[Any], real: Tensor | None) -> None:
+def _fill_conversation(cache: KvCache, about: Mapping[str, Any], real: Tensor | None) -> None:
     """Tell a cache which ids it has seen; raises as `_fill` does."""
     if real is not None and (real.dtype != torch.bool or real.ndim != 2):
         raise ValueError(f"its mask of known token ids is {real.dtype} of shape {tuple(real.shape)}")
+    known, real = about["conversation"], None if real is None else real.cpu()
     beginnings = [Known(int(columns), tuple(int(each) for each in hashes)) for columns, *hashes in known]
-    cache.conversation = Conversation(beginnings, None if real is None else real.cpu())
+    cache.conversation = Conversation(beginnings, real, reordered=bool(about["reordered"]))
 
 
 def _fill_rope_deltas(cache: KvCache, known: bool | None, values: Tensor | None, model: Any) -> None:

@@ -87,6 +87,7 @@ def save(
         "rope_deltas": json.dumps(guard.rope.known),
         **({} if guard.stored_dtype is None else {"cache_dtype": json.dumps(_name(guard.stored_dtype))}),
         "conversation": json.dumps([[known.columns, *known.hashes] for known in conversation.known]),
+        "reordered": json.dumps(conversation.reordered),
     }
     share = guard.share
     if Path(path).is_dir() and share.ranks == 1:

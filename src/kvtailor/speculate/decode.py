@@ -108,7 +108,8 @@ class Decoding:
         self.target.wait()
         drafted = perf_counter()
         level = self.statistics.levels[0]
-        given = verified(self.target, self.rule, ids, proposal, self.live, level)
+        _, over = self._ends(proposal.tokens)
+        given = verified(self.target, self.rule, ids, proposal, self.live, level, over=over, pad=self.pad)
         ids = self._taken(ids, given.tokens)
         # Of an accepted run that goes on after the text's end, nothing stays.
         for each in (self.target, drafting.draft):
@@ -126,9 +127,7 @@ class Decoding:
 
     def _taken(self, ids: Tensor, tokens: Tensor) -> Tensor:
         """Append new tokens (b, t) to the text, up to the token with which the last row ends."""
-        ends = torch.isin(tokens, self.eos.to(tokens.device)) & self.live[:, None]
-        ended = ends.to(torch.int64).cumsum(1)
-        over = (ended - ends.to(torch.int64) > 0) | ~self.live[:, None]
+        ended, over = self._ends(tokens)
         tokens = tokens.masked_fill(over, self.pad)
         alive = (self.live[:, None] & (ended == 0)).any(0)
         length = tokens.shape[1] if bool(alive.all()) else int(alive.to(torch.int64).argmin()) + 1
@@ -138,3 +137,9 @@ class Decoding:
         if self.emit is not None:
             self.emit(tokens)
         return torch.cat([ids, tokens], 1)
+
+    def _ends(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Of new tokens (b, t): how many up to each end a row, and which lie behind the end of their row's text."""
+        ends = (torch.isin(tokens, self.eos.to(tokens.device)) & self.live[:, None]).to(torch.int64)
+        ended = ends.cumsum(1)
+        return ended, (ended - ends > 0) | ~self.live[:, None]

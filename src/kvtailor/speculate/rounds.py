@@ -94,7 +94,17 @@ class Round:
     judged: int
 
 
-def verified(reader: Reader, rule: Rule, ids: Tensor, proposal: Proposal, live: Tensor | None, level: Level) -> Round:
+def verified(
+    reader: Reader,
+    rule: Rule,
+    ids: Tensor,
+    proposal: Proposal,
+    live: Tensor | None,
+    level: Level,
+    *,
+    over: Tensor | None = None,
+    pad: int = 0,
+) -> Round:
     """Judge a proposal and count it; the caller retracts reader and draft.
 
     Args:
@@ -104,18 +114,25 @@ def verified(reader: Reader, rule: Rule, ids: Tensor, proposal: Proposal, live: 
         proposal: k tokens.
         live: (b,) bool: rows that still go on, the only ones that count; None: all.
         level: where it is counted.
+        over: (b, k) bool: proposed tokens behind the end of a row's text. The reader reads `pad` in their place, which
+            is what the text has there, and they count for nothing; None: there are none.
+        pad: see `over`.
     """
     count = proposal.tokens.shape[1]
-    block = torch.cat([ids[:, reader.seen :], proposal.tokens], 1)
+    over = torch.zeros_like(proposal.tokens, dtype=torch.bool) if over is None else over
+    block = torch.cat([ids[:, reader.seen :], proposal.tokens.masked_fill(over, pad)], 1)
     prediction = rule.prediction(reader.read(block, count + 1))
     judged = rule.judge(prediction, proposal)
+    own = count - over.sum(1)
+    # A row that has ended holds no other row back.
+    accepted_runs = torch.where(judged.accepted < own, judged.accepted, count)
     alone = torch.ones_like(judged.accepted, dtype=torch.bool) if live is None else live
-    runs = judged.accepted[alone].tolist()
-    shortest = min(runs)
+    shortest = int(accepted_runs[alone].min())
     following = judged.following
     if shortest < count:
-        following = torch.where(judged.accepted > shortest, proposal.tokens[:, shortest], following)
-    accepted, tried = sum(runs), sum(min(run + 1, count) for run in runs)
+        following = torch.where(accepted_runs > shortest, proposal.tokens[:, shortest], following)
+    runs = list(zip(torch.minimum(judged.accepted, own)[alone].tolist(), own[alone].tolist(), strict=True))
+    accepted, tried = sum(run for run, _ in runs), sum(min(run + 1, most) for run, most in runs)
     level.accepted += accepted
     level.proposed += tried
     level.verifications += len(runs)
