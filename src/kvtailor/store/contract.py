@@ -32,8 +32,8 @@ class Traffic:
     Attributes:
         hits: how often a layer (or layers that are encoded together) was read with all of its segments resident.
         misses: how often something had to be fetched from the tier.
-        bytes_read: bytes fetched from the tier, in the form in which they lie there.
-        bytes_written: bytes written to it, likewise.
+        bytes_read: bytes fetched from the tier, in the form in which they lie there, without the heads of files.
+        bytes_written: bytes that what was written takes there, as the ledger counts them: files whole.
         seconds_waited: how long the computation waited for what was fetched.
     """
 

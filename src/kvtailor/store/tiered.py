@@ -345,15 +345,15 @@ class TieredStore(OffloadStore):
             self._refuse_above(taken, bundle.form)
         about = [{"codec": codec, "fields": fields} for codec, fields in bundle.described]
         stored = self.tier.store(here.tensors(), about)
-        if self.tier.makes_smaller:
-            # What it takes is known only now. Where that is too much, it goes from there again, and stays here.
-            self._refuse_above(taken, stored.travels)
+        # What it takes is known only now. Where that is too much, it goes from there again, and stays here.
+        self._refuse_above(taken, bundle.form + stored.overhead)
         bundle.stored = stored
         self._count(bytes_written=self._taken(bundle))
 
     def _taken(self, bundle: Bundle) -> int:
-        """Bytes that the tensors of a bundle take on the tier."""
-        return bundle.stored.travels if self.tier.makes_smaller and bundle.stored is not None else bundle.form
+        """Bytes that a bundle takes on the tier, as the ledger has them."""
+        assert bundle.stored is not None
+        return bundle.form + bundle.stored.overhead
 
     def _refuse_above(self, taken: int, more: int) -> None:
         if self.most is not None and taken + more > self.most:
