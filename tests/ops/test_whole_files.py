@@ -7,11 +7,13 @@ import errno
 import json
 import os
 import random
+import stat
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import kvtailor
 from kvtailor.errors import FileError, KvtailorError
@@ -26,6 +28,7 @@ from kvtailor.ops.files import (
     unseal_toml,
     write_whole,
 )
+from kvtailor.ops.tensor_file import Format, write_tensor_file
 
 SOURCE = Path(kvtailor.__file__).parent
 # Of this package, or of the system.
@@ -58,6 +61,23 @@ def test_nothing_else_reads_or_writes_files() -> None:
             ):
                 odd.append(f"{name}:{node.lineno} {ast.unparse(node)[:60]}")
     assert not odd
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    """As root even /dev/null would give way to a file."""
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    file.write_text("before")
+    link.symlink_to(file)
+    tensors = {"x": torch.zeros(3)}
+    form = Format(name="test", unchecked=None, what="test", cure="write it again")
+    for write in (lambda at: write_whole(at, "new"), lambda at: write_tensor_file(at, tensors, {}, form)):
+        with pytest.raises(FileError, match="what is there is no regular file, so nothing replaces it"):
+            write(pipe)
+        assert stat.S_ISFIFO(pipe.lstat().st_mode)
+    write_whole(link, "new")
+    assert not link.is_symlink() and link.read_text() == "new" and file.read_text() == "before"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "link", "pipe"]
 
 
 def full(monkeypatch: pytest.MonkeyPatch, after: int, number: int = errno.ENOSPC) -> None:

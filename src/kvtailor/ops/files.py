@@ -12,6 +12,7 @@ line (`seal_toml`), tensors in the head of their file (`ops/tensor_file.py`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -311,7 +312,15 @@ def unseal_toml(text: str) -> str:
 
 @contextmanager
 def partial_beside(path: Path) -> Iterator[tuple[int, Path]]:
-    """Give a new file in the folder of `path`, open and locked; it is gone afterwards unless it was renamed."""
+    """Give a new file in the folder of `path`, open and locked; it is gone afterwards unless it was renamed.
+
+    Raises:
+        OSError: it cannot be made, or what is at `path` is a device, a pipe or a socket, which a rename would remove.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
+            raise FileExistsError(errno.EEXIST, "what is there is no regular file, so nothing replaces it")
     remove_leftovers(path.parent)
     while True:
         partial = path.parent / f".kvtailor-{os.getpid()}-{secrets.token_hex(8)}.partial"
