@@ -156,14 +156,13 @@ def _fit(options: dict[str, Any], console: Console) -> dict[str, Any]:
         if context is None:
             context = 2048 if subject.positions is None else min(2048, subject.positions - CONTINUATION)
         check_positions(subject, context)
-        texts: dict[str, str] = {}
-        for name in options["texts"]:
-            if name == "generated":
-                texts |= generated(context, GENERATED_WINDOWS)
-            elif not Path(name).expanduser().is_file():
-                raise KvtailorError(f"there is no text file {name}: give the path of one, or 'generated'")
-            else:
-                texts |= named_texts([Path(name)])
+        files = [Path(name) for name in options["texts"] if name != "generated"]
+        for path in files:
+            if not path.expanduser().is_file():
+                raise KvtailorError(f"there is no text file {path}: give the path of one, or 'generated'")
+        texts = named_texts(files) if files else {}
+        if len(files) < len(options["texts"]):
+            texts |= generated(context, GENERATED_WINDOWS)
         found = fit(
             subject,
             texts,
@@ -203,6 +202,7 @@ def _kept(folder: Path | None) -> str:
 
 def _again(folder: Path, options: dict[str, Any], given: set[str], console: Console) -> dict[str, Any]:
     """Another question to what was measured; the same one has its answer already."""
+    from kvtailor.bench.data.texts import named_texts, text_hashes
     from kvtailor.errors import KvtailorError
     from kvtailor.fitting.again import another_memory
     from kvtailor.fitting.question import Question
@@ -216,20 +216,30 @@ def _again(folder: Path, options: dict[str, Any], given: set[str], console: Cons
         "batch": question.batch,
         "effort": found.effort,
         "state": found.state,
-        "dtype": found.dtype,
+        # A fit of before says of neither dtype nor device what it computed in.
+        "dtype": asked.get("dtype", options["dtype"]),
+        "cache_dtype": found.dtype,
+        "device": asked.get("device", options["device"]),
         "tasks": asked.get("tasks"),
         "proof_tasks": asked.get("proof_tasks"),
         "without": asked.get("without"),
         "texts": asked.get("texts"),
     }
+    files = [Path(name) for name in options["texts"] if name != "generated"]
+    texts = named_texts(files) if files else {}
     now = {
         **options,
         "tasks": _tasks(options["tasks"]),
         "proof_tasks": _listed(options["proof_tasks"]),
         "without": sorted(_listed(options["without"]) or ()),
-        "texts": sorted("generated text" if name == "generated" else Path(name).name for name in options["texts"]),
+        "texts": sorted([*texts, *({"generated text"} if len(files) < len(options["texts"]) else ())]),
+        "device": options["device"] and options["device"].partition(":")[0],
     }
     other = [name for name in there if name in given and now[name] != there[name]]
+    # A fit of before has no hashes of its texts.
+    hashes = asked.get("text_hashes", {})
+    if "texts" not in other and any(hashes.get(name, found) != found for name, found in text_hashes(texts).items()):
+        other.append("texts")
     if other:
         words = ", ".join("--text" if name == "texts" else f"--{name.replace('_', '-')}" for name in other)
         raise KvtailorError(

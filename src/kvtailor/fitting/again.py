@@ -28,12 +28,14 @@ class Again:
     Attributes:
         question: the new one.
         full: bytes of the uncompressed cache.
-        measured: of the plans that the fit measured, the one with the least loss that fits; None where none fits.
+        measured: of the plans that the fit measured, the one with the least loss that fits, or without a memory the one
+            with the fewest bytes; None where none fits.
         resized: its plan with the budget that fills the memory, and the bytes that it will have; nothing of it was
             measured. None where the plan has no budget, or fills the memory already; or where the fit measured the one
             that would, which then lost more than `measured`.
         resized_bytes: see `resized`.
-        solved: stage 1's optimum under the new memory; nothing of it was measured but its layers one by one.
+        solved: stage 1's optimum under the new memory; nothing of it was measured but its layers one by one. None
+            where a loss was asked, which it cannot be held against.
         solved_loss: the sum of its layers' losses.
         solved_bytes: by closed forms.
         path: the file that the measured plan was written to.
@@ -56,13 +58,19 @@ class Again:
     def __str__(self) -> str:
         lines = []
         if self.measured is not None:
-            each, loss = self.measured, self.measured.loss
+            each, loss, limit = self.measured, self.measured.loss, self.question.loss
             interval = f" ({ends})" if (ends := loss.interval(4)) else ""
+            first = "the least that fits" if self.question.memory is not None else "the fewest bytes that do"
             lines.append(each.plan)
             lines.append(
                 f"  measured by the search: {byte_text(each.bytes)} ({100 * each.bytes / self.full:.1f} %), loses "
-                f"{loss.value:.4f}{interval} nats (KL on text, and on answers on top), the least that fits"
+                f"{loss.value:.4f}{interval} nats (KL on text, and on answers on top), {first}"
             )
+            if limit is not None and each.text is not None:
+                lines.append(
+                    f"  on text alone {each.text:.4f}, of the {limit:g} that were asked: a mean, where a fit holds the "
+                    "upper end of its proof's loss against them"
+                )
         if self.resized is not None and self.resized_bytes is not None:
             lines.append(self.resized)
             lines.append(
@@ -76,7 +84,8 @@ class Again:
                 f"{self.solved_loss:.4f} nats one by one, together it was not measured"
             )
         if self.path is not None:
-            lines.append(f"  the first is written to {self.path}; `fit --again` measures and proves for this memory")
+            what = "loss" if self.question.memory is None else "memory" if self.question.loss is None else "question"
+            lines.append(f"  the first is written to {self.path}; `fit --again` measures and proves for this {what}")
         return "\n".join(lines)
 
 
@@ -90,12 +99,13 @@ def another_memory(
     model: str | None = None,
     folder: Path | None = None,
 ) -> Again:
-    """Return what a finished fit knows of another memory, or of another loss.
+    """Return what a finished fit knows of another memory, of another loss, or of both.
 
     Args:
         found: the finished fit.
         memory, bytes_per_token, keep_bytes: the new limit, one of them; see `Question.of`.
-        loss: in place of a memory, the most nats per token to lose: then the fewest bytes are looked for.
+        loss: the most nats per token to lose (KL, the search's mean on text); without a memory the fewest bytes are
+            looked for.
         model: its name or folder, for the sizes; None: the one that was fitted.
         folder: where the plan is written to; None: nowhere.
 
@@ -115,15 +125,14 @@ def another_memory(
         keep_bytes=keep_bytes,
         loss=loss,
     )
+    meeting = [each for each in found.front if loss is None or (each.text is not None and each.text <= loss)]
+    if not meeting:
+        least = min(found.front, key=lambda each: each.loss.value if each.text is None else each.text)
+        raise KvtailorError(
+            f"no plan that this fit measured loses at most {loss} nats (KL) on the text of the search: the least "
+            f"is {least.text or 0.0:.4f}, by {least.plan}. Give a larger loss, or fit anew (--again)"
+        )
     if question.memory is None:
-        assert loss is not None
-        meeting = [each for each in found.front if each.text is not None and each.text <= loss]
-        if not meeting:
-            least = min(found.front, key=lambda each: each.loss.value if each.text is None else each.text)
-            raise KvtailorError(
-                f"no plan that this fit measured loses at most {loss} nats (KL) on the text of the search: the least "
-                f"is {least.text or 0.0:.4f}, by {least.plan}. Give a larger loss, or fit anew (--again)"
-            )
         best = min(meeting, key=lambda each: (each.bytes, each.loss.value))
         return Again(
             question=question,
@@ -138,14 +147,22 @@ def another_memory(
         )
     limit = question.memory
     sizer = Sizer.named(name, found.dtype, context=question.context, batch=question.batch)
-    fitting = [each for each in found.front if each.bytes <= limit]
+    fitting = [each for each in meeting if each.bytes <= limit]
+    if loss is not None and not fitting:
+        fewest = min(meeting, key=lambda each: each.bytes)
+        raise KvtailorError(
+            f"no plan that this fit measured has at most {byte_text(limit)} and loses at most {loss} nats (KL) on the "
+            f"text of the search: of those that lose so little {fewest.plan} has the fewest bytes, "
+            f"{byte_text(fewest.bytes)}. Give a larger loss or more memory, or fit anew (--again)"
+        )
     best_of = min(fitting, key=lambda each: (each.loss.value, each.bytes)) if fitting else None
     resized = None
     if best_of is not None and best_of.bytes < 0.98 * limit:
         plan = sizer.filled(Plan.parse(best_of.plan), limit)
         resized = plan if plan is not None and str(plan) not in {each.plan for each in found.front} else None
     solved = None
-    if found.layers is not None:
+    # What its layers lose one by one is no loss of the plan that could be held against one that is asked.
+    if found.layers is not None and loss is None:
         solved = solved_plan(
             found.layers,
             sizer.geometry,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvtailor.bench.data.texts import text_hashes
 from kvtailor.bench.forks import chosen_workers
 from kvtailor.bench.measure.kept_prompts import NOT_SHARED, KeptPrompts
 from kvtailor.bench.resources import CellResources
@@ -158,6 +159,9 @@ def fit(
     named = named_texts(texts)
     asked_for = {
         "texts": sorted(named),
+        "text_hashes": text_hashes(named),
+        "dtype": str(subject.dtype).removeprefix("torch."),
+        "device": subject.device.type,
         "tasks": None if tasks is None else [str(each) for each in tasks],
         "proof_tasks": None if proof_tasks is None else list(proof_tasks),
         "without": sorted(without),
