@@ -85,7 +85,7 @@ def test_the_page_has_a_head_in_yaml_and_every_number(records):
     assert f"| {loss.value:+.4f} | {loss.low:+.4f} to {loss.high:+.4f} | {loss.count} |" in body
     assert f"| {made.answers[0].right} | {made.answers[0].full} | {made.answers[0].count} |" in body
     assert made.losses[0].text_hash in body and "What each layer loses by itself was not measured." in body
-    assert "vLLM 0.33.0" in body and "snapkv @ keep=0.25 is missing" in body
+    assert "vLLM 0.33.0" in body and "snapkv + adakv @ keep=0.25 is missing" in body
 
 
 def test_layers_have_what_a_fit_measured_at_the_plan_s_widths(records):

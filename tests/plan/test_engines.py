@@ -27,7 +27,11 @@ def losses(state, layers=6, widths=(0, 8, 4, 3)):
 
 def test_eight_bits_are_what_engines_have():
     found = settings("fp8")
-    assert found["vLLM"].setting == "--kv-cache-dtype fp8" and found["vLLM"].lacks == ""
+    assert found["vLLM"].setting == "--kv-cache-dtype fp8"
+    assert (
+        found["vLLM"].lacks
+        == "It has the scale 1, or the checkpoint's, and not the plan's own for each head and run of tokens."
+    )
     assert found["llama.cpp"].setting == "--flash-attn on --cache-type-k q8_0 --cache-type-v q8_0"
 
 
@@ -72,6 +76,29 @@ def test_each_side_has_its_own_width(text, keys, values):
 )
 def test_the_nearest_of_vllm_has_the_plan_s_bits_and_form(text, dtype):
     assert settings(text)["vLLM"].setting == f"--kv-cache-dtype {dtype}"
+
+
+@pytest.mark.parametrize(
+    ("text", "engine", "lacking"),
+    [
+        ("palu_int4", "vLLM", "has nothing of unrotated or lowrank, inside of which the plan's codes lie"),
+        ("unrotated(of=vector(bits=8))", "llama.cpp", "has nothing of unrotated,"),
+        ("centred(of=hadamard(of=gaussian))", "llama.cpp", "has nothing of centred,"),
+        ("kvquant4", "llama.cpp", "stores integers with a step where the plan has levels that are no even steps"),
+        ("fp8", "llama.cpp", "stores integers with a step where the plan has small floats"),
+        ("h2o + d2o @ tokens=62", "vLLM", "drops no tokens, so h2o + d2o @ tokens=62 is missing"),
+        ("snapkv + adakv + kivi4 @ keep=0.5", "vLLM", "so snapkv + adakv @ keep=0.5 is missing"),
+        ("kivi4 + disk", "vLLM", "does nothing of disk"),
+        ("quest", "llama.cpp", "does nothing of quest"),
+    ],
+)
+def test_what_a_setting_has_nothing_of_is_said(text, engine, lacking):
+    assert lacking in settings(text, layers=24)[engine].lacks
+
+
+@pytest.mark.parametrize("text", ["vector(bits=4)", "hadamard(of=vector(bits=8))", "ggml(type=q8_0)"])
+def test_nothing_is_missing_of_what_an_engine_does(text):
+    assert settings(text)["llama.cpp"].lacks == ""
 
 
 def test_the_bits_of_each_side_are_those_of_its_own_codec():

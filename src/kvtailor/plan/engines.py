@@ -10,6 +10,7 @@ Such a setting is a neighbour of the plan, not the plan: nothing of what was mea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -17,6 +18,7 @@ from math import isfinite
 from typing import Any, Literal, Protocol
 
 from kvtailor.encode.contract import Codec, CodecContext, TwoSided
+from kvtailor.encode.fp8 import Fp8
 from kvtailor.encode.sides import SidesCodec
 from kvtailor.encode.static_fp8 import StaticFp8
 from kvtailor.errors import ArgumentError, UnknownName
@@ -62,7 +64,8 @@ class Side:
 
     Attributes:
         bits: of a code, without scales; 16 where it is not encoded. A plan's are a mean over its layers.
-        forms: integers with a step (symmetric) or with a minimum beside it (asymmetric), small floats, or levels.
+        forms: integers with a step (symmetric) or with a minimum beside it (asymmetric), small floats, or levels; of an
+            engine's own first, and behind it those that it stands for where it has none nearer.
     """
 
     bits: float
@@ -164,6 +167,7 @@ def nearest_settings(
     codec: Codec,
     *,
     drops: str = "",
+    beside: str = "",
     layers: int | Sequence[int] | None = None,
     measured: LayerLosses | None = None,
 ) -> tuple[EngineSetting, ...]:
@@ -172,6 +176,7 @@ def nearest_settings(
     Args:
         codec: of the plan.
         drops: how the plan drops tokens, such as "snapkv @ tokens=100"; empty: it drops none.
+        beside: what it does besides, such as "quest" or "disk", of which no engine's cache type has anything.
         layers: how many the plan compresses, or their numbers in the model, from 0; None: as many as the codec names,
             or as were measured.
         measured: what each of these layers loses by itself.
@@ -180,7 +185,7 @@ def nearest_settings(
         ArgumentError: the numbers of layers do not agree, are above 100,000, or are not known and the plan's bits
             depend on them.
     """
-    return tuple(_settings(ENGINES, codec, drops, layers, measured))
+    return tuple(_settings(ENGINES, codec, drops, layers, measured, beside))
 
 
 def setting_of(
@@ -188,6 +193,7 @@ def setting_of(
     codec: Codec,
     *,
     drops: str = "",
+    beside: str = "",
     layers: int | Sequence[int] | None = None,
     measured: LayerLosses | None = None,
 ) -> EngineSetting:
@@ -201,7 +207,7 @@ def setting_of(
     known = {each.name.lower(): each for each in ENGINES}
     if engine.lower() not in known:
         raise UnknownName("engine", engine, known)
-    return next(_settings((known[engine.lower()],), codec, drops, layers, measured))
+    return next(_settings((known[engine.lower()],), codec, drops, layers, measured, beside))
 
 
 def _settings(
@@ -210,6 +216,7 @@ def _settings(
     drops: str,
     layers: int | Sequence[int] | None,
     measured: LayerLosses | None,
+    beside: str,
 ) -> Iterator[EngineSetting]:
     numbers = _numbers(codec, layers, measured)
     if numbers is None and any(_stored(codec, count, drops) != _stored(codec, 1, drops) for count in _COUNTS):
@@ -220,7 +227,7 @@ def _settings(
     stored = _stored(codec, 1 if numbers is None else len(numbers), drops)
     counted = layers is None or isinstance(layers, int)
     for engine in engines:
-        yield _nearest(codec, stored, engine, drops, numbers, measured, counted)
+        yield _nearest(codec, stored, engine, drops, numbers, measured, counted, beside)
 
 
 def widths_by_layer(codec: Codec, layers: int) -> list[tuple[float, float] | None]:
@@ -365,9 +372,11 @@ def _nearest(
     numbers: tuple[int, ...] | None,
     measured: LayerLosses | None,
     counted: bool,
+    beside: str,
 ) -> EngineSetting:
     """The nearest setting of one engine; `counted`: the numbers are counts, not the model's; None: not known."""
     lacks = [f"drops no tokens, so {drops} is missing"] if drops else []
+    lacks += [f"does nothing of {beside}"] if beside else []
     setting, skipping = None, ""
     neighbours: tuple[str, ...] = ()
     skipped: tuple[int, ...] = ()
@@ -389,6 +398,7 @@ def _nearest(
                 f"stores {chosen.keys.bits:g} bits for keys and {chosen.values.bits:g} for values where the plan has "
                 f"{stored.keys.bits:g} and {stored.values.bits:g} on average"
             )
+        lacks += _codes_missing(stored, chosen) + _methods_missing(codec, chosen)
         if stored.mixed or (stored.whole and not engine.skip):
             lacks.append(f"has one setting for all layers{' that it encodes' if engine.skip else ''}")
         lacks += _scales_missing(codec, chosen)
@@ -421,8 +431,45 @@ def _nearest(
     )
 
 
+_FORM_WORDS: dict[Form, str] = {
+    "symmetric": "integers with a step",
+    "asymmetric": "integers with a step and a minimum",
+    "floats": "small floats",
+    "levels": "levels that are no even steps",
+}
+
+
+def _codes_missing(stored: _Stored, chosen: CacheType) -> list[str]:
+    """Where a setting's codes are of another form than the plan's, the rest of a sentence; else nothing."""
+    pairs = {"keys": (stored.keys, chosen.keys), "values": (stored.values, chosen.values)}
+    other = {
+        side: (_FORM_WORDS[theirs.forms[0]], _FORM_WORDS[ours.forms[0]])
+        for side, (ours, theirs) in pairs.items()
+        if ours.forms and theirs.forms and ours.forms[0] != theirs.forms[0]
+    }
+    alike = len(other) == 2 and other["keys"] == other["values"]
+    return [
+        f"stores {theirs}{'' if alike else f' for {side}'} where the plan has {ours}"
+        for side, (theirs, ours) in ([("", other["keys"])] if alike else other.items())
+    ]
+
+
+def _methods_missing(codec: Codec, chosen: CacheType) -> list[str]:
+    """What a plan does to states around its codes and a setting's counterpart does not, the rest of a sentence."""
+    there = {"sides", "by_layer", *(word for each in chosen.neighbours for word in re.findall(r"\w+", each))}
+    around = dict.fromkeys(
+        registry.name_of(each)
+        for each in with_nested(codec)
+        if nested(each) and not (isinstance(each, Codec) and each.across)
+    )
+    missing = [name for name in around if name not in there]
+    return [f"has nothing of {' or '.join(missing)}, inside of which the plan's codes lie"] if missing else []
+
+
 def _scales_missing(codec: Codec, chosen: CacheType) -> list[str]:
-    """What a setting lacks of a plan whose scales were calibrated or given, the rest of a sentence; else nothing."""
+    """What a setting lacks of a plan's own scales, calibrated or given ones, the rest of a sentence; else nothing."""
+    if _UNSCALED in chosen.neighbours and any(isinstance(each, Fp8) for each in with_nested(codec)):
+        return ["has the scale 1, or the checkpoint's, and not the plan's own for each head and run of tokens"]
     scales = {each.scale for each in with_nested(codec) if isinstance(each, StaticFp8)} - {1.0}
     if not scales:
         return []

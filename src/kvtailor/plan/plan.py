@@ -51,6 +51,10 @@ def _null(stage: str) -> Any:
     return registry.method_of(stage, registry.null(stage))
 
 
+# Stages that neither drop tokens nor encode them.
+_BESIDE = ("attend", "store")
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """One way to hold a cache.
@@ -266,13 +270,13 @@ class Plan:
             ArgumentError: the numbers of layers do not agree, are above 100,000, or are not known and the plan's bits
                 depend on them.
         """
-        return setting_of(engine, self.encode, drops=self._drops, layers=layers, measured=measured)
+        return setting_of(engine, self.encode, drops=self._drops, beside=self._beside, layers=layers, measured=measured)
 
     def exports(
         self, *, layers: int | Sequence[int] | None = None, measured: LayerLosses | None = None
     ) -> tuple[EngineSetting, ...]:
         """Return `export` of each engine."""
-        return nearest_settings(self.encode, drops=self._drops, layers=layers, measured=measured)
+        return nearest_settings(self.encode, drops=self._drops, beside=self._beside, layers=layers, measured=measured)
 
     def to_toml(self) -> str:
         """The plan as TOML; arguments at their defaults are left out."""
@@ -316,7 +320,15 @@ class Plan:
     @property
     def _drops(self) -> str:
         """How tokens are dropped, in words; empty where none are."""
-        return "" if self.score is None else f"{registry.name_of(self.score)} @ {str(self).rpartition(' @ ')[2]}"
+        if self.score is None:
+            return ""
+        names = [word.name for stage, word in self._words().items() if stage not in ("encode", *_BESIDE)]
+        return f"{' + '.join(names)} @ {str(self).rpartition(' @ ')[2]}"
+
+    @property
+    def _beside(self) -> str:
+        """How tokens are read and where they lie, where that is not as usual, in words."""
+        return " or ".join(word.name for stage, word in self._words().items() if stage in _BESIDE)
 
     def _words(self) -> dict[str, Word]:
         """The word of each stage that is not at its default."""
