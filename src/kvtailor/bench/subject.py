@@ -25,6 +25,7 @@ from kvtailor.hf.model.devices import local_part
 from kvtailor.hf.model.fingerprint import fingerprint
 from kvtailor.hf.model.processes import started
 from kvtailor.hf.model.vocabulary import check_characters, check_ids, token_rows
+from kvtailor.hf.run.first_logits import not_a_number
 from kvtailor.hf.versions import hand_cache, read_cache
 from kvtailor.ledger import storage_bytes
 from kvtailor.plan import Plan
@@ -221,19 +222,7 @@ class Subject:
         Args:
             what: whose logits they are, such as "of a text".
         """
-        broken = [
-            name
-            for name, each in self.model.named_parameters()
-            if each.is_floating_point() and not bool(local_part(each).isfinite().all())
-        ]
-        named = ", ".join(broken[:3]) + (f" and {len(broken) - 3} more" if len(broken) > 3 else "")
-        dtype = str(self.dtype).removeprefix("torch.")
-        why = (
-            f"NaN or infinity stands in its weights ({named}): load them anew, from where they were whole"
-            if broken
-            else f"its weights are numbers, so {dtype} is too narrow for what it computes: ask for another dtype"
-        )
-        return f"the model's own logits {what} are NaN, whatever cache it has: {why}"
+        return not_a_number(self.model, what)
 
     def fingerprint(self) -> str | None:
         """See `hf.model.fingerprint.fingerprint`; None for a model without parameters.

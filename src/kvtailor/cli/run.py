@@ -134,6 +134,7 @@ def generate(
     from kvtailor.hf.model.processes import same_seed
     from kvtailor.hf.model.vocabulary import check_ids
     from kvtailor.hf.run.arguments import left_out
+    from kvtailor.hf.run.first_logits import with_first_checked
     from kvtailor.hf.run.prefill import begin as read_twice
     from kvtailor.hf.versions import hand_cache
 
@@ -160,6 +161,7 @@ def generate(
             max_new_tokens=tokens,
             pad_token_id=subject.tokenizer.pad_token_id,
             streamer=streamer,
+            logits_processor=with_first_checked(subject.model, None, new=True),
             **left_out(subject.model, temperature),
             **how,
         )

@@ -24,6 +24,7 @@ from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.arguments import in_one_answer, words_of
 from kvtailor.hf.run.chat import Prompt
+from kvtailor.hf.run.first_logits import with_first_checked
 from kvtailor.hf.run.prefill import begin, prefill
 from kvtailor.hf.saved_ranks import shards_of
 from kvtailor.hf.saving import save
@@ -298,6 +299,7 @@ def _answered(
         if mine.seen and more["generation_config"].num_beams > 1:
             mine.batch_repeat_interleave(more["generation_config"].num_beams)
         mask = torch.ones_like(ids)
+        more["logits_processor"] = with_first_checked(model, more.get("logits_processor"), new=not reading.cache.seen)
         output = model.generate(ids, attention_mask=mask, **hand_cache(mine), **more)
         found.append(getattr(output, "sequences", output)[0, ids.shape[1] :].cpu())
         ledgers.append(mine.ledger())

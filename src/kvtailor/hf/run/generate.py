@@ -26,6 +26,7 @@ from kvtailor.hf.model.rope_border import check_border
 from kvtailor.hf.model.tensor_parallel import RankHeads, broadcast_from_first, share_of
 from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.arguments import OF_CACHES, check_config, check_no_template, file_of, known_words, own_words
+from kvtailor.hf.run.first_logits import check_logits
 from kvtailor.hf.run.prefill import check_mask
 from kvtailor.hf.run.reader import CacheReader
 from kvtailor.hf.run.sharing import can_follow, can_remake, keep_queries
@@ -208,6 +209,7 @@ def generate(
     if source is not None and own is not None and refresh is not None:
         keep_queries(source.cache, own.plan)
     logits = target.prefill(ids, sharing)
+    check_logits(model, logits, new=True)
     for reader in readers[1:]:
         if reader not in sharing:
             reader.prefill(ids)

@@ -18,6 +18,7 @@ from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.rope_border import check_border
 from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.arguments import words_of
+from kvtailor.hf.run.first_logits import with_first_checked
 from kvtailor.hf.run.prefill import begin, instruction_of, prefill, read
 from kvtailor.hf.switch import attention_restored
 from kvtailor.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS, find_cache, hand_cache, rename_cache
@@ -124,6 +125,7 @@ class Session:
             rows = max(self._asked("num_beams", kwargs), self._asked("num_return_sequences", kwargs))
             if cache.seen and rows > 1:
                 cache.batch_repeat_interleave(rows)
+        kwargs["logits_processor"] = with_first_checked(self.model, kwargs.get("logits_processor"), new=not before)
         output = self.model.generate(*args, **kwargs)
         # The last token is never fed.
         fed_to_model = (before if alone else 0) + getattr(output, "sequences", output).shape[1] - 1
