@@ -120,6 +120,19 @@ def test_with_the_packages_transformers_is_given_what_it_takes(
         config_of(str(folder))
 
 
+def test_a_part_of_a_gguf_file_is_not_its_folder_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder has no tokenizer, and need not have one."""
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF" + bytes(2000))
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "gguf" else found(name))
+    for ask in (kvtailor.load_model, config_of):
+        with pytest.raises(
+            ModelNotFound, match=r"in .*model\.gguf cannot be read .*only a part of it is here .1.96 KiB"
+        ):
+            ask(str(file))
+
+
 def test_an_adapter_answers_as_peft_does(whole: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model, tokenizer = kvtailor.load_model(whole)

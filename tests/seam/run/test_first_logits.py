@@ -55,7 +55,7 @@ def test_answers_and_the_command_refuse_too(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     asked = ["run", "--model", str(tmp_path), "--plan", "kivi4", "--prompt", "It was", "--max-new-tokens", "3"]
     result = CliRunner().invoke(main, asked)
-    assert result.exit_code == 1 and "layers.0.mlp.up_proj.weight" in "".join(result.output.split())
+    assert result.exit_code == 2 and "layers.0.mlp.up_proj.weight" in "".join(result.output.split())
 
 
 def test_a_used_cache_is_told_apart_and_a_caller_s_processors_stay() -> None:

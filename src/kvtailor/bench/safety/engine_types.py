@@ -68,10 +68,12 @@ class EngineCheck:
     def lines(self) -> list[str]:
         """Return the whole of it as lines, each for a terminal of 80 columns."""
         windows = max((each.verdict.windows for each in self.types), default=0)
+        fewer = any(each.verdict.windows < windows for each in self.types)
+        alone = "; types that are shown to be harmful on the first of them on those alone" if fewer else ""
         found = filled(
             f"{self.engine} {self.version} on {self.check.model}: its cache types as plans of kvtailor with the same "
             f"arithmetic, measured on {windows} windows of {self.check.context} + {self.check.continuation} tokens "
-            f"({self.check.text}) against the uncompressed cache. {self.engine} itself was not run. Under on_write "
+            f"({self.check.text}) against the uncompressed cache{alone}. {self.engine} itself was not run. Under on_write "
             "each token is read from its code, those of a prompt among them, as engines read them; under the other "
             "plans a prompt is read whole first, so that an engine can lose several times more."
         )

@@ -14,6 +14,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 from kvtailor.errors import ModelNotFound
 from kvtailor.hf.model import embedded
 from kvtailor.ops.files import read_text
+from kvtailor.ops.sizes import byte_text
 
 __all__ = [
     "RANDOM",
@@ -264,6 +265,12 @@ def unreadable(model: str | Path, source: str, part: str, error: Exception) -> M
         error: of transformers.
     """
     reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
+    if Path(source).is_file():
+        return ModelNotFound(
+            f"the {part} in {source} cannot be read ({reason}): the file is damaged, or only a part of it is here "
+            f"({byte_text(Path(source).stat().st_size)}), or it is of a kind that transformers does not read; get it "
+            "again, or give the folder of the model that it was made from"
+        )
     if Path(source).exists():
         return ModelNotFound(
             f"the {part} in {source} cannot be read ({reason}): give a folder that save_pretrained() wrote whole, a "
