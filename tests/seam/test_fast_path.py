@@ -47,6 +47,9 @@ SHORT = (
     "h2o(recent=6) + nvfp4(group=8, recent=16) @ tokens=40, slack=12",
     "hadamard(of=mxfp4(block_size=16), signs=0)",
     "snapkv(window=6) + adakv + mxfp8(block_size=16) @ tokens=24",
+    "fp8(group=8, block_size=16)",
+    "h2o(recent=6) + fp8(group=8, recent=16) @ tokens=40, slack=12",
+    "static_fp8(scale=0.05, block_size=16)",
     "hadamard(of=higgs(bits=2, block_size=16), signs=0)",
     "hadamard(of=gaussian(bits=3, qjl=both, block_size=16), signs=0)",
     "h2o(recent=6) + higgs(bits=3, recent=16) @ tokens=40, slack=12",
@@ -166,6 +169,14 @@ def check(model, plan, most=2e-5, **how):
 )
 def test_every_plan_is_the_same_both_ways(case):
     check(build("llama"), CASES[case], steps=12)
+
+
+@pytest.mark.parametrize("plan", [plan for plan in SHORT if "fp8" in plan or "nvfp4" in plan or "kivi" in plan])
+def test_scales_of_sixteen_bits_are_read_where_they_lie(plan, taken):
+    """No copy of theirs in float32 stands between codes and kernel, which would rule the fast path out."""
+    model = build("llama").to(torch.bfloat16)
+    decoded(model, plan)
+    assert taken["short"] > 0.4 * sum(taken.values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

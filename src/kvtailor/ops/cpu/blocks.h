@@ -56,7 +56,7 @@ inline bool outer_of_blocks(const Side& side, int64_t lane, int64_t slots, int64
   for (int64_t t = first, end; t < first + count; t = end) {
     end = side.row ? t + 1 : (t / blocks.span + 1) * blocks.span;
     if (end > first + count) end = first + count;
-    const float outer = blocks.outer[side.row ? side.row[lane * slots + t] : lane * side.runs + t / blocks.span];
+    const float outer = outer_at(side, lane, slots, t);
     for (int64_t i = t; i < end; i++) to[i - first] = outer;
   }
   return true;

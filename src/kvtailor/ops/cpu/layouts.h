@@ -4,7 +4,7 @@
 #include "vectors.h"
 
 // Raised, here and in library.py, with each change of a structure that Python fills, or of what a function takes or means.
-constexpr int32_t ABI = 6;
+constexpr int32_t ABI = 7;
 
 enum Kind {
   FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5, BLOCK_LEVELS = 6,
@@ -27,10 +27,11 @@ struct Side {
 };
 
 // What `low` of BLOCK_LEVELS points to: codes of levels with a scale for each `group` channels of a token. attention.py
-// writes it as five whole numbers.
+// writes it as six whole numbers.
 struct Blocks {
   const float* levels;  // 2^bits
-  const float* outer;   // (m, runs) or (rows): what the scales of a run of tokens are multiplied by; null: nothing
+  const void* outer;    // (m, runs) or (rows): what the scales of a run of tokens are multiplied by; null: nothing
+  int64_t kind;         // of these
   int64_t span;         // slots of such a run
   int64_t shift;        // of 8-bit floats: bits by which theirs become those of a float; 0: levels are looked up
   int64_t coarse;       // the cache has 16 bits
@@ -73,10 +74,18 @@ static inline int64_t groups_of(const Side& side) {
   return side.kind == BLOCK_LEVELS ? (side.size + side.group - 1) / side.group : 1;
 }
 
-static inline float scale_at(const Side& side, const void* table, int64_t i) {
-  if (side.scales == FLOAT32) return F32::one((const char*)table + 4 * i);
-  if (side.scales == BFLOAT16) return BF16::one((const char*)table + 2 * i);
+static inline float number_at(int64_t type, const void* table, int64_t i) {
+  if (type == FLOAT32) return F32::one((const char*)table + 4 * i);
+  if (type == BFLOAT16) return BF16::one((const char*)table + 2 * i);
   return F16::one((const char*)table + 2 * i);
+}
+
+static inline float scale_at(const Side& side, const void* table, int64_t i) { return number_at(side.scales, table, i); }
+
+// What the scales of the run of token `t` of a lane are multiplied by, where there is anything.
+static inline float outer_at(const Side& side, int64_t lane, int64_t slots, int64_t t) {
+  const Blocks& blocks = *(const Blocks*)side.low;
+  return number_at(blocks.kind, blocks.outer, side.row ? side.row[lane * slots + t] : lane * side.runs + t / blocks.span);
 }
 
 template <class T> static inline void widen_as(const void* from, int64_t size, float* to) {
@@ -214,8 +223,7 @@ static inline void by_token(const Side& side, const uint8_t* codes, int64_t plac
   for (int64_t t = first, end; t < first + count; t = end) {
     end = !blocks.outer ? first + count : side.row ? t + 1 : (t / blocks.span + 1) * blocks.span;
     if (end > first + count) end = first + count;
-    float outer = 1;
-    if (blocks.outer) outer = blocks.outer[side.row ? side.row[lane * slots + t] : lane * side.runs + t / blocks.span];
+    const float outer = blocks.outer ? outer_at(side, lane, slots, t) : 1;
     of_high_bits(from + (t - first) * groups, (end - t) * groups, shift, unit, outer, to + (t - first) * groups);
   }
 }

@@ -54,7 +54,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 VARIANTS = ("avx512vnni", "avxvnni", "avx2", "dotprod", "portable")
 _FOLDER = Path(__file__).parent
 # `ABI` of layouts.h. Both are raised with each change of a structure below, or of what a function takes or means.
-ABI = 6
+ABI = 7
 # Functions that give a number of floats.
 _COUNTS = (
     "kvtailor_scratch",

@@ -150,11 +150,11 @@ def _small_floats(
 ) -> None:
     assert layout.element is not None
     found.group = layout.block
-    # `Blocks` of layouts.h: two addresses and three numbers.
+    # `Blocks` of layouts.h: two addresses and four numbers.
     coarse = int(layout.dtype != torch.float32)
-    blocks = [_kept(levels, made).data_ptr(), 0, 0, _SHIFTS[layout.element], coarse]
+    blocks = [_kept(levels, made).data_ptr(), 0, 0, 0, _SHIFTS[layout.element], coarse]
     if outer is not None:
-        blocks[1:3] = pointer(outer, torch.float32, held), layout.group
+        blocks[1:4] = pointer(outer, outer.dtype, held), DTYPES[outer.dtype], layout.group
         found.runs = outer.shape[1] if layout.row is None else 0
     made.append((ctypes.c_int64 * len(blocks))(*blocks))
     found.low = ctypes.addressof(made[-1])
