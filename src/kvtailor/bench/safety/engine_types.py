@@ -73,9 +73,9 @@ class EngineCheck:
         found = filled(
             f"{self.engine} {self.version} on {self.check.model}: its cache types as plans of kvtailor with the same "
             f"arithmetic, measured on {windows} windows of {self.check.context} + {self.check.continuation} tokens "
-            f"({self.check.text}) against the uncompressed cache{alone}. {self.engine} itself was not run. Under on_write "
-            "each token is read from its code, those of a prompt among them, as engines read them; under the other "
-            "plans a prompt is read whole first, so that an engine can lose several times more."
+            f"({self.check.text}) against the uncompressed cache{alone}. {self.engine} itself was not run. Under "
+            "on_write each token is read from its code, those of a prompt among them, as engines read them; under the "
+            "other plans a prompt is read whole first, so that an engine can lose several times more."
         )
         found += ["", "  bytes of 16 bits, nats a token lost, 95 % interval, verdict"]
         for each in self.types:

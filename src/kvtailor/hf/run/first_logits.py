@@ -55,8 +55,8 @@ def check_logits(model: Any, logits: Tensor, *, new: bool) -> None:
         if new or _broken(model):
             raise KvtailorError(not_a_number(model, "after this prompt"))
         raise KvtailorError(
-            "the logits after this prompt are NaN, on a cache that had seen other tokens: what it holds is no number, or "
-            "the model's dtype is too narrow for what it computes; go on with a new cache, or ask for another dtype"
+            "the logits after this prompt are NaN, on a cache that had seen other tokens: what it holds is no number, "
+            "or the model's dtype is too narrow for what it computes; go on with a new cache, or ask for another dtype"
         )
 
 

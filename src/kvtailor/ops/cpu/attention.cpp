@@ -370,7 +370,7 @@ struct Piece {
         sums_at[r] += scaled;
       }
     }
-    if (tables.small_keys) {
+    if (SMALL_FLOATS && tables.small_keys) {
       // Queries come to 2^100 where no power of two is too large for that.
       const float power = power_below(query, rows * wide, 7.4505805969238281e-9f), to_high = 1.2676506002282294e30f;
       times(query, rows * wide, to_high / power);
@@ -788,14 +788,15 @@ struct Piece {
   // Tokens of a side in 8-bit floats; `to`: their scales.
   SmallFloats small_floats(const Side& side, int64_t first, int64_t count, float* to) const {
     scales_of_levels(side, lane, call.slots, first, count, to);
-    return {data(side, first), side.slot_bytes, count, side.group, groups_of(side), to};
+    return {data(side, first), side.slot_bytes, count, groups_of(side), to};
   }
 
   APART void logits_of_small_floats(int64_t first, int64_t count) const {
     const SmallFloats keys = small_floats(tables.keys, first, count, key_scales);
     times(key_scales, count * keys.groups, unit_of_keys);
-    with_scales(keys, [&](auto scales) { small_float_logits<scales>(query, rows, tables.wide_keys, keys, logits_at); });
-    if (keys.groups == 1) times_scales(key_scales, count);
+    if (keys.groups > 1) return small_float_logits<true>(query, rows, tables.wide_keys, keys, logits_at);
+    small_float_logits<false>(query, rows, tables.wide_keys, keys, logits_at);
+    times_scales(key_scales, count);
   }
 
   APART void sum_small_floats(int64_t first, int64_t count, float* out) const {
@@ -803,8 +804,9 @@ struct Piece {
     const int64_t scales = count * values.groups, width = tables.wide_values;
     const float power = power_below(value_scales, scales, 1);
     times(value_scales, scales, UNIT / power);
-    if (values.groups == 1) times_scales(value_scales, count);
-    with_scales(values, [&](auto scales) { mix_small_floats<scales>(logits_at, rows, values, power, out, width); });
+    if (values.groups > 1) return mix_small_floats<true>(logits_at, rows, values, power, out, width);
+    times_scales(value_scales, count);
+    mix_small_floats<false>(logits_at, rows, values, power, out, width);
   }
 
   APART void sum_levels(int64_t first, int64_t count, float* out) const {
@@ -908,7 +910,7 @@ struct Piece {
 #endif
     if (call.turn) logits_of_turned(first, count);
     else if (tables.fused_keys) logits_of_codes(first, count);
-    else if (tables.small_keys) logits_of_small_floats(first, count);
+    else if (SMALL_FLOATS && tables.small_keys) logits_of_small_floats(first, count);
     else
       over(tables.keys, wide, first, count, [&](auto type, const char* keys, int64_t stride, int64_t at, int64_t n) {
         logits<decltype(type)>(query, rows, wide, keys, stride, n, logits_at + at);
@@ -924,7 +926,7 @@ struct Piece {
     if (tables.signed_values) add_sums_of_signs(first, count, out + rows * width);
     if (call.value_magnitudes) magnify_weights(first, count, out);
     if (tables.fused_values) return sum_codes(first, count, out);
-    if (tables.small_values) return sum_small_floats(first, count, out);
+    if (SMALL_FLOATS && tables.small_values) return sum_small_floats(first, count, out);
 #if defined(__AVX2__)
     if (tables.short_fitted_values) return sum_short_fitted(first, count, out);
 #endif
