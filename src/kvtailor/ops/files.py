@@ -12,7 +12,6 @@ line (`seal_toml`), tensors in the head of their file (`ops/tensor_file.py`).
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -315,12 +314,16 @@ def partial_beside(path: Path) -> Iterator[tuple[int, Path]]:
     """Give a new file in the folder of `path`, open and locked; it is gone afterwards unless it was renamed.
 
     Raises:
-        OSError: it cannot be made, or what is at `path` is a device, a pipe or a socket, which a rename would remove.
+        OSError: it cannot be made.
+        FileError: what is at `path` is a device, a pipe or a socket, which a rename would remove.
     """
     with contextlib.suppress(FileNotFoundError):
         mode = path.lstat().st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
-            raise FileExistsError(errno.EEXIST, "what is there is no regular file, so nothing replaces it")
+            raise FileError(
+                f"cannot write {str(path)!r}: what is there is no regular file, so nothing replaces it; name another "
+                "path"
+            )
     remove_leftovers(path.parent)
     while True:
         partial = path.parent / f".kvtailor-{os.getpid()}-{secrets.token_hex(8)}.partial"
