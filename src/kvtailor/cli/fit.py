@@ -210,6 +210,7 @@ def _again(folder: Path, options: dict[str, Any], given: set[str], console: Cons
 
     found = Fit.load(folder)
     question, asked = found.question, found.asked
+    device = options["device"] and options["device"].partition(":")[0]
     there = {
         "model": found.model,
         "context": question.context,
@@ -219,7 +220,7 @@ def _again(folder: Path, options: dict[str, Any], given: set[str], console: Cons
         # A fit of before says of neither dtype nor device what it computed in.
         "dtype": asked.get("dtype", options["dtype"]),
         "cache_dtype": found.dtype,
-        "device": asked.get("device", options["device"]),
+        "device": asked.get("device", device),
         "tasks": asked.get("tasks"),
         "proof_tasks": asked.get("proof_tasks"),
         "without": asked.get("without"),
@@ -233,12 +234,12 @@ def _again(folder: Path, options: dict[str, Any], given: set[str], console: Cons
         "proof_tasks": _listed(options["proof_tasks"]),
         "without": sorted(_listed(options["without"]) or ()),
         "texts": sorted([*texts, *({"generated text"} if len(files) < len(options["texts"]) else ())]),
-        "device": options["device"] and options["device"].partition(":")[0],
+        "device": device,
     }
     other = [name for name in there if name in given and now[name] != there[name]]
     # A fit of before has no hashes of its texts.
     hashes = asked.get("text_hashes", {})
-    if "texts" not in other and any(hashes.get(name, found) != found for name, found in text_hashes(texts).items()):
+    if "texts" not in other and any(hashes.get(name, own) != own for name, own in text_hashes(texts).items()):
         other.append("texts")
     if other:
         words = ", ".join("--text" if name == "texts" else f"--{name.replace('_', '-')}" for name in other)
