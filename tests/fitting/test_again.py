@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvtailor.bench.data.texts import text_hashes
+from kvtailor.bench.data.overlap import text_hash
 from kvtailor.cli.fit import command
 from kvtailor.errors import KvtailorError
 from kvtailor.fitting.again import another_memory
@@ -64,7 +64,7 @@ def test_a_finished_fit_answers_for_what_it_measured_alone(
         path.parent.mkdir()
         path.write_text(name)
     found = Fit.load(next(FITS.glob("smollm2*")))
-    asked: dict[str, Any] = {**found.asked, "texts": ["text.txt"], "text_hashes": text_hashes({"text.txt": "same"})}
+    asked: dict[str, Any] = {**found.asked, "texts": ["text.txt"], "text_hashes": {"text.txt": text_hash("same")}}
     asked |= {"dtype": "float32", "device": "cpu"}
     monkeypatch.setattr(Fit, "load", lambda folder: replace(found, dtype="bfloat16", asked=asked))
     (tmp_path / "fit.json").write_text("{}")

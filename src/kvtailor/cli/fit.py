@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,7 +135,7 @@ def _fit(options: dict[str, Any], console: Console) -> dict[str, Any]:
     from kvtailor.bench.subject import Subject
     from kvtailor.cli.bench import executor_of
     from kvtailor.errors import KvtailorError
-    from kvtailor.fitting.material import check_positions, generated, named_texts
+    from kvtailor.fitting.material import check_positions, generated
     from kvtailor.fitting.pieces import CONTINUATION
     from kvtailor.fitting.run import fit
 
@@ -156,12 +156,8 @@ def _fit(options: dict[str, Any], console: Console) -> dict[str, Any]:
         if context is None:
             context = 2048 if subject.positions is None else min(2048, subject.positions - CONTINUATION)
         check_positions(subject, context)
-        files = [Path(name) for name in options["texts"] if name != "generated"]
-        for path in files:
-            if not path.expanduser().is_file():
-                raise KvtailorError(f"there is no text file {path}: give the path of one, or 'generated'")
-        texts = named_texts(files) if files else {}
-        if len(files) < len(options["texts"]):
+        texts = _read_texts(options["texts"])
+        if "generated" in options["texts"]:
             texts |= generated(context, GENERATED_WINDOWS)
         found = fit(
             subject,
@@ -200,9 +196,25 @@ def _kept(folder: Path | None) -> str:
     return f"{kept_in(folder)} Its best plan so far, not proved: kvtailor run --plan {folder / BEST_FILE}"
 
 
+def _read_texts(names: Sequence[str]) -> dict[str, str]:
+    """The texts of files, by their names, without the generated one.
+
+    Raises:
+        KvtailorError: there is no such file.
+    """
+    from kvtailor.bench.data.texts import named_texts
+    from kvtailor.errors import KvtailorError
+
+    files = [Path(name) for name in names if name != "generated"]
+    for path in files:
+        if not path.expanduser().is_file():
+            raise KvtailorError(f"there is no text file {path}: give the path of one, or 'generated'")
+    return named_texts(files) if files else {}
+
+
 def _again(folder: Path, options: dict[str, Any], given: set[str], console: Console) -> dict[str, Any]:
     """Another question to what was measured; the same one has its answer already."""
-    from kvtailor.bench.data.texts import named_texts, text_hashes
+    from kvtailor.bench.data.overlap import text_hash
     from kvtailor.errors import KvtailorError
     from kvtailor.fitting.again import another_memory
     from kvtailor.fitting.question import Question
@@ -226,20 +238,19 @@ def _again(folder: Path, options: dict[str, Any], given: set[str], console: Cons
         "without": asked.get("without"),
         "texts": asked.get("texts"),
     }
-    files = [Path(name) for name in options["texts"] if name != "generated"]
-    texts = named_texts(files) if files else {}
+    texts = _read_texts(options["texts"])
     now = {
         **options,
         "tasks": _tasks(options["tasks"]),
         "proof_tasks": _listed(options["proof_tasks"]),
         "without": sorted(_listed(options["without"]) or ()),
-        "texts": sorted([*texts, *({"generated text"} if len(files) < len(options["texts"]) else ())]),
+        "texts": sorted([*texts, *({"generated text"} if "generated" in options["texts"] else ())]),
         "device": device,
     }
     other = [name for name in there if name in given and now[name] != there[name]]
     # A fit of before has no hashes of its texts.
-    hashes = asked.get("text_hashes", {})
-    if "texts" not in other and any(hashes.get(name, own) != own for name, own in text_hashes(texts).items()):
+    hashes, now_hashes = asked.get("text_hashes", {}), {name: text_hash(text) for name, text in texts.items()}
+    if "texts" not in other and any(hashes.get(name, own) != own for name, own in now_hashes.items()):
         other.append("texts")
     if other:
         words = ", ".join("--text" if name == "texts" else f"--{name.replace('_', '-')}" for name in other)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvtailor.bench.data.texts import text_hashes
+from kvtailor.bench.data.overlap import text_hash
 from kvtailor.bench.forks import chosen_workers
 from kvtailor.bench.measure.kept_prompts import NOT_SHARED, KeptPrompts
 from kvtailor.bench.resources import CellResources
@@ -159,7 +159,7 @@ def fit(
     named = named_texts(texts)
     asked_for = {
         "texts": sorted(named),
-        "text_hashes": text_hashes(named),
+        "text_hashes": {name: text_hash(text) for name, text in sorted(named.items())},
         "dtype": str(subject.dtype).removeprefix("torch."),
         "device": subject.device.type,
         "tasks": None if tasks is None else [str(each) for each in tasks],

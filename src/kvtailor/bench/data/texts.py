@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -11,16 +10,7 @@ from kvtailor.bench.data.synthetic.documents import TASKS, make_document
 from kvtailor.errors import KvtailorError
 from kvtailor.ops import files
 
-__all__ = [
-    "BETWEEN",
-    "STATES",
-    "generated_documents",
-    "generated_text",
-    "named_texts",
-    "read_text",
-    "starts_of",
-    "text_hashes",
-]
+__all__ = ["BETWEEN", "STATES", "generated_documents", "generated_text", "named_texts", "read_text", "starts_of"]
 
 BETWEEN = "\n\n"
 _PIECE = 1500
@@ -72,14 +62,6 @@ def generated_documents(characters: int, state: int = 0, kinds: Sequence[str] = 
         pieces.append(document.prompt + document.answer)
         size += len(pieces[-1]) + 2
     return pieces
-
-
-def text_hashes(texts: Mapping[str, str]) -> dict[str, str]:
-    """Return what tells texts of the same names apart."""
-    return {
-        name: hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-        for name, text in sorted(texts.items())
-    }
 
 
 def named_texts(texts: object) -> dict[str, str]:

@@ -240,8 +240,9 @@ def _tokenizer(model: str | Path, source: str, base: str, local: bool) -> PreTra
     # Of several packages, each with errors of its own.
     except Exception as error:
         # A GGUF file has its own, and `name` is its folder.
-        if "gguf_file" in more or not _lacks_tokenizer(name):
-            raise unreadable(model, source if "gguf_file" in more else name, "tokenizer", error) from error
+        where = source if "gguf_file" in more else name
+        if not _lacks_tokenizer(where):
+            raise unreadable(model, where, "tokenizer", error) from error
         empty = True
     if empty:
         # Transformers makes some an empty vocabulary without a word, in which every text is no token.

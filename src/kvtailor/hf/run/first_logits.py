@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +30,10 @@ def not_a_number(model: Any, what: str) -> str:
         model: the model.
         what: whose logits they are, such as "of a text".
     """
-    broken = _broken(model)
+    return _told(model, what, _broken(model))
+
+
+def _told(model: Any, what: str, broken: Sequence[str]) -> str:
     named = ", ".join(broken[:3]) + (f" and {len(broken) - 3} more" if len(broken) > 3 else "")
     dtype = str(model.dtype).removeprefix("torch.")
     why = (
@@ -52,8 +56,9 @@ def check_logits(model: Any, logits: Tensor, *, new: bool) -> None:
         KvtailorError: any of them is NaN.
     """
     if bool(logits.isnan().any()):
-        if new or _broken(model):
-            raise KvtailorError(not_a_number(model, "after this prompt"))
+        broken = _broken(model)
+        if new or broken:
+            raise KvtailorError(_told(model, "after this prompt", broken))
         raise KvtailorError(
             "the logits after this prompt are NaN, on a cache that had seen other tokens: what it holds is no number, "
             "or the model's dtype is too narrow for what it computes; go on with a new cache, or ask for another dtype"
