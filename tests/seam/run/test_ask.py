@@ -162,6 +162,7 @@ def test_generation_arguments_pass_through(plain) -> None:
         ({"num_return_sequences": 2}, CacheMisuse, "num_return_sequences=2"),
         ({"prompt_lookup_num_tokens": 3}, CacheMisuse, "kvtailor.generate"),
         ({"use_cache": False}, CacheMisuse, "use_cache=False"),
+        ({"streamer": 1}, CacheMisuse, "streamer must be a streamer with put and end"),
         ({"cache_implementation": "static"}, CacheMisuse, "'static'"),
     ],
 )

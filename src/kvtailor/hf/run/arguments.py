@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerationMixin
 
 from kvtailor.errors import CacheMisuse, UnknownName
 from kvtailor.hf.versions import CACHE_ARGUMENTS, template_variables
+from kvtailor.plan.calls import told as told_of
 
 __all__ = [
     "OF_CACHES",
@@ -176,6 +177,12 @@ def words_of(model: Any, given: Mapping[str, Any], *, tokenizer: Any = None) -> 
             raise UnknownName("argument of generate", name, known)
     if given.get("generation_config") is None:
         check_config(model)
+    streamer = given.get("streamer")
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise CacheMisuse(
+            f"streamer must be a streamer with put and end, such as transformers' TextStreamer(tokenizer), and is "
+            f"{told_of(streamer)}"
+        )
     words = dict(given)
     for where, said_there in _places(model, given):
         if said_there.get("cache_implementation") is not None:
