@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtailor.bench.choices import one_choice
 from kvtailor.bench.measure.statistics import Estimate, mean_difference
 from kvtailor.bench.schema import Record, latest
 from kvtailor.errors import KvtailorError
@@ -63,9 +64,9 @@ def recorded_loss(plan: Plan, records: Sequence[Record]) -> Estimate | None:
 def pairs_with_full(plan: Plan, records: Sequence[Record]) -> list[tuple[Record, Record]]:
     """Return the records of a plan, each with that of 'full' on the same tokens, of the same weights and dtypes.
 
-    Of records with one key the newest counts, and none that failed.
+    Of records with one key the newest counts, and none that failed; of several choices of windows one (`one_choice`).
     """
-    kept = [each for each in latest(records) if each.error is None]
+    kept = [each for each in one_choice(latest(records))[0] if each.error is None]
     full = {_place(each): each for each in kept if each.is_full}
     return [(each, full[_place(each)]) for each in kept if each.plan == str(plan) and _place(each) in full]
 

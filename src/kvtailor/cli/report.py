@@ -74,6 +74,7 @@ def write(
         KvtailorError: `to` cannot be written.
     """
     from kvtailor.bench import checks
+    from kvtailor.bench.choices import one_choice
     from kvtailor.bench.report.files import texts
     from kvtailor.bench.report.suite.records import SuiteRun
     from kvtailor.bench.schema import (
@@ -92,12 +93,13 @@ def write(
     read = {folder: read_records(folder) for folder in folders}
     every = [record for found in read.values() for record in found]
     left = leave_out(every, without)
-    records = latest(left)
+    records, choices = one_choice(latest(left))
     cut = [
         f"A damaged last line of {file.name} was left out: its record is not in these pages."
         for folder in folders
         for file in damaged_ends(folder)
     ]
+    cut += choices
     for sentence in cut:
         say(sentence, err=True)
     if not records:

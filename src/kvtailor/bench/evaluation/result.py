@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtailor.bench.choices import one_choice
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.measure.equivalence import Margins
@@ -166,7 +168,9 @@ class Evaluation:
             RecordError: there are none, or a line is damaged.
         """
         where = Path(folder)
-        records = latest(without(read_records(where), leave_out))
+        records, choices = one_choice(latest(without(read_records(where), leave_out)))
+        for sentence in choices:
+            warnings.warn(sentence, stacklevel=2)
         margins = Margins(nats=margin, points=margin_points)
         return cls(records=tuple(records), summary=summarise(records, margins), out=where)
 

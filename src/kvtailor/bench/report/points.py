@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtailor.bench.choices import one_choice
 from kvtailor.bench.schema import Record, latest
 from kvtailor.errors import ArgumentError
 
@@ -97,13 +98,14 @@ def named(series: Sequence[Series], *, text: bool = False) -> list[str]:
 def of_one_model(records: Sequence[Record]) -> tuple[list[Record], int]:
     """The records of the model (and weights, dtype and device) that was measured last, and how many others there are.
 
-    Numbers of two models never stand in one row. Of records of the same thing, the latest.
+    Numbers of two models never stand in one row. Of records of the same thing, the latest, and of several choices of
+    windows or documents one (`one_choice`).
     """
 
     def model(record: Record) -> tuple[str | None, ...]:
         return record.model, record.model_hash, record.dtypes, record.device
 
-    single = latest(records)
+    single, _ = one_choice(latest(records))
     if not single:
         raise ArgumentError("asked for a summary of no records: run a task first")
     last = max(single, key=lambda record: record.started)
