@@ -119,7 +119,7 @@ class Centred(Around, Codec):
             # A model that is given no positions counts padding as well: what is left of its keys is less that way.
             counted = wide - _constants(layout, torch.zeros_like(of_lane), self._bound(), keys)
             less = counted.square().sum((1, 2)) < rest.square().sum((1, 2))
-            of_lane = torch.where(less, 0, of_lane)
+            of_lane = torch.where(less if of_lane.ndim == 1 else less[:, None], 0, of_lane)
             rest = torch.where(less[:, None, None], counted, rest)
         return self._around(self.of.encode(layout, rest.to(keys.dtype), values, first), of_lane)
 

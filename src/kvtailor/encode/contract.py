@@ -187,6 +187,8 @@ class Codec(Method, ABC):
             layout: which tokens these are.
             keys, values: must not be changed.
             first: (b,) int64 column of each row's first real token, from which positions count; None: column 0.
+                Codecs of kvtailor get (b, columns) where a row has padding behind that token, too: the column from
+                which the position of each column's token counts, and for padding the next one.
 
         Raises:
             CacheMisuse: a filled slot has NaN or infinity, which no code can hold.

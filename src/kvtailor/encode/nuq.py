@@ -28,6 +28,7 @@ from kvtailor.encode.settings import ByGroups, InBits
 from kvtailor.ops.codes.nonuniform import ChannelLevels, LevelCodes, TokenLevels, aside, index_bytes
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.dispatch import quantiser
+from kvtailor.ops.segments.around import first_of_lanes, positions_of
 from kvtailor.ops.segments.coded import PairSegment, Whole
 from kvtailor.types import Layout
 
@@ -126,8 +127,4 @@ class Nuq(ByGroups, InBits, TwoSided, Codec):
 
     def _first_tokens(self, layout: Layout, first: Tensor | None, device: torch.device) -> Tensor:
         """(m, s) or (1, s) bool."""
-        columns = layout.columns(device)
-        if first is not None:
-            row = torch.div(layout.owners(device), layout.heads, rounding_mode="floor")
-            columns = columns - first.to(device)[row][:, None]
-        return columns < self.sinks
+        return positions_of(layout, first_of_lanes(layout, first, device), device) < self.sinks

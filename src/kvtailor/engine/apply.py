@@ -36,7 +36,13 @@ from kvtailor.ops.segments.latent_keys import parted
 from kvtailor.plan.registry import name_of
 from kvtailor.store.recent_window import SPARE, Tail, capacity_for
 from kvtailor.types import Held, Layout, Needs, PlainSegment, Segment
-from kvtailor.types.checked_returns import check_budgets, check_segment, check_tensor, contract_error
+from kvtailor.types.checked_returns import (
+    check_budgets,
+    check_segment,
+    check_tensor,
+    contract_error,
+    is_of_others,
+)
 from kvtailor.types.late_checks import all_finite, require_none, send
 
 if TYPE_CHECKING:
@@ -425,8 +431,9 @@ def _make_runs(
 
 
 def _encode(state: LayerState, plan: Plan, held: Held, plain: PlainSegment, newest: int) -> Segment:
-    codec, seen = state.encoder(plan, held.first), state.stored.seen
-    found = codec.encode_aged(plain.layout, plain.keys, plain.values, held.first, newest=newest, seen=seen)
+    first = held.first if held.real is None else counted_from(state.codec(plan), held.real)
+    codec, seen = state.encoder(plan, first), state.stored.seen
+    found = codec.encode_aged(plain.layout, plain.keys, plain.values, first, newest=newest, seen=seen)
     check_segment(codec, found, codec.segment_type(), plain)
     return found
 
@@ -574,12 +581,22 @@ def encode_tail(
     ages = bool(codec.ages) and (count > 0 or state.clock.growth == 0)
     if not count and not ages:
         return
-    first = None if real is None else real.to(torch.int8).argmax(-1)
+    first = None if real is None else counted_from(codec, real)
     with nullcontext() if late is None else late.collecting():
         if ages:
             _renew(state, plan, first)
         if count:
             _encode_oldest(group, plan, count, real, first)
+
+
+def counted_from(codec: Codec, real: Tensor) -> Tensor:
+    """Return from where positions count, see `Codec.encode`, of `real` (b, columns) bool; False for padding."""
+    columns, first = torch.arange(real.shape[1], device=real.device), real.to(torch.int8).argmax(-1)
+    # (b, columns): how many real tokens came before each.
+    positions = real.cumsum(-1) - 1
+    if is_of_others(codec) or bool((positions == columns - first[:, None])[real].all()):
+        return first
+    return columns - positions.masked_fill(~real, -1)
 
 
 def count_leaving(codec: Codec, length: int, new_tokens: int) -> int:

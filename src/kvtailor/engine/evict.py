@@ -19,6 +19,7 @@ from kvtailor.engine.apply import (
     apply_contents,
     compute_contents,
     count_first_tokens,
+    counted_from,
     drop_middle,
     has_unencoded,
     split_oldest,
@@ -136,7 +137,7 @@ def score_layer(
     scores = check_scores(scorer, scorer.score(shown), held.positions)
     window = recent_tokens(plan, budget.each)
     same = bool((window == scorer.recent).all())
-    recent = held.recent(scorer.recent if same else send(window, held.positions.device)[:, None, None])
+    recent = shown.recent(scorer.recent if same else send(window, held.positions.device)[:, None, None])
     faulty = (~torch.isfinite(scores) & held.valid).any(-1)
     known = count_if_known(held, window)
     if known is None:
@@ -358,7 +359,8 @@ class Eviction:
             kept = compute_contents(
                 state, self.plan, (held, slots), keep, most=most, recent=recent, encoding=last, counts=counts
             )
-            apply_contents(state, self.plan, kept, first=held.first, encoding=last)
+            first = held.first if held.real is None else counted_from(state.codec(self.plan), held.real)
+            apply_contents(state, self.plan, kept, first=first, encoding=last)
             split_oldest(state, self.plan)
             state.clock.reindex = True
             found = _as_cut(found, keep, cut.counts, longest=most)

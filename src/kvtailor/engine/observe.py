@@ -73,6 +73,9 @@ def observe(
         for more, first in [(query, first_column), *others]:
             columns = torch.arange(more.shape[2], device=more.device) + first
             ages = _ages(columns, real, more.shape[0])
+            if real is not None:
+                # (b, 1, t): as if all padding of a row lay before its first real token.
+                columns = (ages + real.to(torch.int8).argmax(-1, keepdim=True).to(ages.device))[:, None]
             evidence = _with_moments(needs.moments_skip, evidence, more, columns, ages, rotation)
     return evidence
 
@@ -190,7 +193,7 @@ def _with_moments(
     for first in range(0, t, _BLOCK):
         here = slice(first, first + _BLOCK)
         counts = (ages[:, here] >= skip).to(torch.float32)
-        before = turn(query[:, :, here].float(), -columns[here], rotation)
+        before = turn(query[:, :, here].float(), -columns[..., here], rotation)
         new = counts.sum(-1)
         new_mean = (counts[:, None, None] @ before)[:, :, 0] / new.clamp(min=1)[:, None, None]
         apart = before.sub_(new_mean[:, :, None]).mul_(counts[:, None, :, None])

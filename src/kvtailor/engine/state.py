@@ -530,11 +530,14 @@ class LayerState:
         return self._codec
 
     def encoder(self, plan: Plan, first: Tensor | None) -> Codec:
-        """Return the codec with the queries that it needs; `first` (b,) is each row's first real column."""
+        """Return the codec with the queries that it needs; `first`: see `Codec.encode`."""
         codec, queries, columns = self.codec(plan), self.observed.evidence.queries, self.observed.evidence.columns
         if not codec.needs.window or queries is None or columns is None:
             return codec
-        valid = None if first is None else columns >= first.to(columns.device)[:, None]
+        valid = first
+        if first is not None:
+            own = first.to(columns.device)
+            valid = columns >= (own[:, None] if own.ndim == 1 else own[:, columns])
         return codec.seeing(queries, self.heads, valid)
 
     def sizes(self) -> tuple[int, int, int]:

@@ -53,7 +53,7 @@ def view_held(
         sampled = None if sampled is None else latents.absorbed(sampled)
     valid = (positions >= 0).view(b, h, -1)
     positions = positions.view(b, h, -1)
-    first = torch.zeros(b, dtype=torch.int64, device=device)
+    first, real = torch.zeros(b, dtype=torch.int64, device=device), None
     if visible.real is not None:
         real = visible.real[:, :seen].to(device)
         first = real.to(torch.int8).argmax(-1)
@@ -79,6 +79,7 @@ def view_held(
         layers=layers,
         scaling=state.model.scaling,
         prompt=state.clock.prompt,
+        real=real,
         budget=budget,
         queries=queries,
         query_columns=evidence.columns,

@@ -131,19 +131,22 @@ class Expected(CalibratedMethod, Scorer):
                 "expected scores by the moments of unturned queries, but none were gathered; observe with "
                 "Needs(moments=True, rotation=True)"
             )
-        ahead = torch.arange(held.seen, held.seen + self.future, device=held.keys.device)
+        ahead = held.to_come(self.future)
         if not self.static:
             assert held.moments is not None
-            found = held.moments.mean, held.moments.covariance() if self.covariance else None
-            return _turned(*found, ahead, held.rotation)
-        if held.calibration is None or not set(self.per_head) <= set(held.calibration):
+            means = held.moments.mean
+            spreads = held.moments.covariance() if self.covariance else held.moments.spread
+        elif held.calibration is None or not set(self.per_head) <= set(held.calibration):
             raise ValueError("expected(static=true) needs calibrated statistics; see `kvtailor calibrate expected`")
-        mean, spread = (held.calibration[name].to(held.keys.device, torch.float32) for name in self.per_head)
-        # Of queries turned back by their own positions, where the prompt's are turned back by columns: a row's padding
-        # is no position.
+        else:
+            # Of queries turned back by their own positions, where the prompt's are turned back by columns: a row's
+            # padding is no position.
+            ahead = torch.arange(self.future, device=held.keys.device) + (held.seen - held.first)[:, None]
+            of_file = (held.calibration[name].to(held.keys.device, torch.float32) for name in self.per_head)
+            means, spreads = (each.flatten(0, 1).expand(len(ahead), *[-1] * (each.ndim - 1)) for each in of_file)
         rows = [
-            _turned(mean.flatten(0, 1), spread.flatten(0, 1) if self.covariance else None, ahead - first, held.rotation)
-            for first in held.first
+            _turned(mean, spread if self.covariance else None, at, held.rotation)
+            for mean, spread, at in zip(means, spreads, ahead, strict=True)
         ]
         covariances = [each for _, each in rows if each is not None]
         return torch.stack([each for each, _ in rows]), torch.stack(covariances) if covariances else None

@@ -144,8 +144,9 @@ class Rotation:
 class Moments:
     """Mean and covariance of queries as they were before their rotation.
 
-    A query of column c is turned back by c positions. Where a row's positions do not count from its column 0 (left
-    padding), all of its moments are turned by the same angle, and so are the keys that they are multiplied with.
+    A query of column c is turned back by c positions, less the padding between it and the row's first real token. Where
+    a row's positions do not count from its column 0 (left padding), all of its moments are turned by the same angle,
+    and so are the keys that they are multiplied with.
 
     Attributes:
         count: (b,) float32 queries.

@@ -29,7 +29,11 @@ class Held:
         valid: (b, h, n) bool. False for filler and for padding.
         first: (b,) int64 column of each row's first real token (its count of left padding).
         seen: tokens seen so far, padding included; the newest token's column is seen - 1.
-        prompt: tokens of the first prompt, padding included: those that came before the first that was decoded.
+        prompt: tokens of the first prompt, padding included: those that came before the first that was decoded;
+            (b, 1, 1) int64 where rows differ.
+        real: (b, seen) bool: columns that are no padding, by which `within` moves all padding to the left; None: there
+            is none, or it was moved.
+        holes: (b,) int64 columns of padding behind each row's first real token, before they were moved; None as `real`.
         layer: which of the plan's layers this is, 0-based among those that the plan compresses.
         layers: how many layers the plan compresses.
         scaling: the model's own factor before the softmax.
@@ -58,7 +62,7 @@ class Held:
         log_weight: (b, h, n) float32 logarithm of how many tokens each stands for in the softmax, from earlier merges;
             None where each stands for itself.
         window_held: (2, b, w) bool: each query's own token is held by the layer's first head, and by any head; None
-            where all heads are here, so that it is found from `positions`.
+            where all heads are here and no padding was moved, so that it is found from `positions`.
         softmax: what the model's softmax has besides `scaling`; its sinks are of these kv heads' query heads.
         front: (b, h) int64 on the CPU: the tokens of each row and head are its first so many slots, as the host knows
             without a look at the device; None where it does not, as with padding.
@@ -80,7 +84,9 @@ class Held:
     layer: int
     layers: int
     scaling: float
-    prompt: int = 0
+    prompt: int | Tensor = 0
+    real: Tensor | None = None
+    holes: Tensor | None = None
     budget: Tensor | None = None
     queries: Tensor | None = None
     query_columns: Tensor | None = None
@@ -142,8 +148,8 @@ class Held:
         return self.softmax.of_heads(head * group, group)
 
     def within(self, needs: Needs) -> Held:
-        """The same with no more queries than one method declared, where others of its plan declared more."""
-        held = self
+        """What one method is shown: no more queries than it declared, and rows as if all padding lay at their left."""
+        held = self if self.real is None else self._padded_at_left(self.real)
         if held.queries is not None and held.query_columns is not None and held.query_columns.shape[0] > needs.window:
             first = first_of_window(held.query_columns, held.query_span, needs.window) if needs.window else 0
             queries, columns = held.queries[:, :, first:], held.query_columns[first:]
@@ -162,6 +168,42 @@ class Held:
             fewer, theirs = strided(held.repeated, held.repeated_columns, most)
             held = replace(held, repeated=fewer, repeated_columns=theirs)
         return held
+
+    def to_come(self, count: int) -> Tensor:
+        """(b, count) int64: positions of the next tokens as `Moments` count them."""
+        ahead = torch.arange(self.seen, self.seen + count, device=self.first.device).expand(self.first.shape[0], -1)
+        return ahead if self.holes is None else ahead - self.holes[:, None]
+
+    def _padded_at_left(self, real: Tensor) -> Held:
+        """The same with columns as if the padding of each row all lay at its left, so that it counts nowhere.
+
+        A turn that is shorter than others in its batch, or a mask with holes, has padding in the midst of a row.
+        """
+        count = real.sum(-1)
+        # (b, seen): where the token of each column lies then. What is padding lies nowhere.
+        moved = (real.cumsum(-1) - 1 + (self.seen - count)[:, None]).masked_fill(~real, -1)
+        first = self.seen - count
+        rows = torch.arange(real.shape[0], device=real.device)[:, None, None]
+        held = replace(
+            self,
+            positions=torch.where(self.positions < 0, self.positions, moved[rows, self.positions.clamp(min=0)]),
+            first=first,
+            prompt=(first + real[:, : self.prompt].sum(-1))[:, None, None],
+            real=None,
+            holes=first - self.first,
+        )
+        if self.sampled_columns is not None:
+            own = self.sampled_columns
+            held = replace(held, sampled_columns=moved.gather(1, own.clamp(min=0)).masked_fill(own < 0, -1))
+        if self.queries is None or self.query_columns is None:
+            return held
+        # (b, w): real queries go to the right, in order, as their columns do; those before them count for nothing.
+        asks = real[:, self.query_columns]
+        order = asks.to(torch.uint8).argsort(dim=-1, stable=True)
+        any_here = torch.stack([self.held_by_any(row) for row in range(len(asks))])
+        told = (torch.stack([self.held_by_first(), any_here]) & asks).gather(-1, order.expand(2, -1, -1))
+        queries = self.queries.gather(2, order[:, None, :, None].expand_as(self.queries))
+        return replace(held, queries=queries, window_held=told)
 
     def recent(self, count: int | Tensor) -> Tensor:
         """(b, h, n) bool: tokens among the newest `count` columns seen; (b, 1, 1) int64 where rows differ."""

@@ -147,7 +147,7 @@ def mean_attention(held: Held, row: int) -> Tensor:
         tokens = held.share.sum(holding).nonzero()[:, 0]
     queries, columns = held.queries[row], held.query_columns
     if not held.holds_window:
-        own = torch.isin(columns, tokens)
+        own = held.held_by_any(row)
         queries, columns = queries[:, own], columns[own]
     total = torch.zeros((columns.shape[0], tokens.shape[0]), dtype=torch.float32, device=held.keys.device)
     for head in range(heads):

@@ -147,18 +147,25 @@ class PositionedSegment(AroundSegment):
     """What knows from which column each lane's positions count.
 
     Attributes:
-        first: (m,) int64 that column; None: column 0 in all lanes.
+        first: (m,) int64 that column, or (m, s) that of each slot; None: column 0 in all lanes.
     """
 
     first: Tensor | None = None
     of_slots: ClassVar[tuple[str, ...]] = ("first",)
 
     def _changes_like(self, other: Self) -> bool:
-        return (self.first is None) == (other.first is None) and super()._changes_like(other)
+        mine, its = (0 if each.first is None else each.first.ndim for each in (self, other))
+        return mine == its and super()._changes_like(other)
 
     def _moved_with(self, others: Sequence[Self], lane: Tensor, slot: Tensor, inner: Segment) -> Self:
-        found = [each.first for each in (self, *others) if each.first is not None]
-        return replace(self._around(inner), first=torch.cat(found)[lane[:, 0]] if found else None)
+        parts = [self, *others]
+        found = [each.first for each in parts if each.first is not None]
+        if not found:
+            return self._around(inner)
+        if found[0].ndim == 1:
+            return replace(self._around(inner), first=torch.cat(found)[lane[:, 0]])
+        at = places_in_all([each.layout for each in parts], lane, slot)
+        return replace(self._around(inner), first=torch.cat([each.flatten() for each in found])[at])
 
     def _of_lanes(self, lanes: Tensor, inner: Segment) -> Self:
         first = None if self.first is None else self.first[lanes.to(self.first.device)]
@@ -172,13 +179,15 @@ class PositionedSegment(AroundSegment):
 
     def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> Self:
         moved = super().regather(lane, slot, layout)
-        return replace(moved, first=None if self.first is None else self.first[lane[:, 0]])
+        if self.first is None:
+            return moved
+        return replace(moved, first=self.first[lane[:, 0]] if self.first.ndim == 1 else self.first[lane, slot])
 
     def tensors(self) -> dict[str, Tensor]:
         return self.inner.tensors() | self._own()
 
     def closed_form_bytes(self) -> int:
-        return self.inner.closed_form_bytes() + (0 if self.first is None else 8 * self.layout.lanes)
+        return self.inner.closed_form_bytes() + (0 if self.first is None else 8 * self.first.numel())
 
     def state(self) -> tuple[dict[str, object], dict[str, Tensor]]:
         fields, tensors = self.inner.state()
@@ -189,10 +198,13 @@ class PositionedSegment(AroundSegment):
 
 
 def first_of_lanes(layout: Layout, first: Tensor | None, device: torch.device) -> Tensor | None:
-    """Return (m,) int64 of `Codec.encode`'s (b,); None where there is none."""
+    """Return (m,) int64 of `Codec.encode`'s (b,), or (m, s) of its (b, columns); None where there is none."""
     if first is None:
         return None
-    return first.to(device)[torch.div(layout.owners(device), layout.heads, rounding_mode="floor")]
+    row = torch.div(layout.owners(device), layout.heads, rounding_mode="floor")
+    if first.ndim == 1:
+        return first.to(device)[row]
+    return first.to(device)[row[:, None], layout.columns(device).clamp(min=0)]
 
 
 def positions_of(layout: Layout, first: Tensor | None, device: torch.device) -> Tensor:
@@ -200,11 +212,13 @@ def positions_of(layout: Layout, first: Tensor | None, device: torch.device) -> 
 
     Args:
         layout: of the lanes.
-        first: (m,) column from which each lane's count; None: column 0.
+        first: (m,) column from which each lane's count, or (m, s) each slot's; None: column 0.
         device: on which.
     """
     columns = layout.columns(device)
-    return columns if first is None else columns - first.to(device)[:, None]
+    if first is None:
+        return columns
+    return columns - (first.to(device) if first.ndim == 2 else first.to(device)[:, None])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,8 @@ class Turning(NamedTuple):
 
     Attributes:
         rotation: of the layer.
-        first: (m,) int64 column from which each lane's positions count, the same for all lanes of a row; None: 0.
+        first: (m,) int64 column from which each lane's positions count, the same for all lanes of a row, or (m, s) that
+            of each slot; None: 0.
     """
 
     rotation: Rotation
@@ -48,7 +49,7 @@ class Offsetting(NamedTuple):
 
     Attributes:
         offset: of the layer's heads that are here.
-        first: (m,) int64 column from which each lane's positions count; None: 0.
+        first: (m,) int64 column from which each lane's positions count, or (m, s) that of each slot; None: 0.
         layout: of the lanes that are stored.
     """
 

@@ -196,7 +196,7 @@ def _turned(part: AroundSegment, turning: Turning) -> StoredSides | None:
         row, mine = (
             torch.div(each.owners(first.device), each.heads, rounding_mode="floor") for each in (part.layout, layout)
         )
-        first = first.new_zeros(layout.rows).index_copy_(0, row, first)[mine]
+        first = first.new_zeros((layout.rows, *first.shape[1:])).index_copy_(0, row, first)[mine]
     return inner._replace(turning=turning._replace(first=first))
 
 

@@ -82,8 +82,8 @@ class CapKV(Scorer):
                 "capkv weighs keys by the mean of unturned queries, but none was gathered; observe with "
                 "Needs(moments=True, rotation=True)"
             )
-        positions = torch.arange(held.seen, held.seen + self.future, device=held.keys.device)
-        anchor = normalize(turn_on_average(held.moments.mean, positions, held.rotation), dim=-1)
+        ahead = zip(held.moments.mean, held.to_come(self.future), strict=True)
+        anchor = normalize(torch.stack([turn_on_average(mean, at, held.rotation) for mean, at in ahead]), dim=-1)
         sink = held.valid & (held.positions < held.first[:, None, None] + self.sinks)
         weighed = held.valid & ~sink
         scores = torch.stack([self._head(held, weighed, head, anchor) for head in range(held.keys.shape[1])], 1)

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from kvtailor.ops.codes.floats import levels_of
 from kvtailor.ops.cpu.library import DTYPES, Library, Magnitudes, Map, Offset, Side, Turn
+from kvtailor.ops.segments.around import positions_of
 from kvtailor.ops.segments.attention_inputs import Offsetting, Turned
 from kvtailor.ops.segments.code_layout import CodeKind, CodeLayout
 from kvtailor.ops.segments.coded import Coded
-from kvtailor.types import Coordinates, PickedChannels
+from kvtailor.types import Coordinates, Layout, PickedChannels
 
 __all__ = [
     "MOST_WHOLE",
@@ -287,20 +288,21 @@ def turn_of(turned: Turned, size: int, slots: int, held: list[Tensor], made: lis
         size=size,
         alike=1,
     )
-    if layout.positions is not None:
-        found.positions = _pointer_on_cpu(layout.positions, torch.int32, held)
-    if turned.first is not None and turned.joined > 1:
+    positions, first = _counted(layout, turned.first)
+    if positions is not None:
+        found.positions = _pointer_on_cpu(positions, torch.int32, held)
+    if first is not None and turned.joined > 1:
         # A tensor of the layer's own has more lanes.
-        found.first = _array_of(ctypes.c_int64, turned.first.tolist(), made)
-    elif turned.first is not None:
-        found.first = _pointer_on_cpu(turned.first, torch.int64, held)
+        found.first = _array_of(ctypes.c_int64, first.tolist(), made)
+    elif first is not None:
+        found.first = _pointer_on_cpu(first, torch.int64, held)
     if turned.keys_in:
         # The codec has their tensors.
         maps = [map_of(each) for each in turned.keys_in]
         before = (ctypes.c_void_p * (len(maps) - 1))(*map(ctypes.addressof, maps[1:]))
         made += [*maps, before]
         found.map, found.before, found.count_before = ctypes.addressof(maps[0]), ctypes.addressof(before), len(before)
-    elif layout.positions is None and layout.owner is None:
+    elif positions is None and layout.owner is None:
         # Sines and cosines take as long as the keys of a lane; a few pieces must be left for each thread.
         blocks, most = -(-slots // _BLOCK), 2 * torch.get_num_threads()
         divisors = [each for each in range(1, layout.heads + 1) if layout.heads % each == 0]
@@ -350,13 +352,22 @@ def offset_of(shift: Offsetting, query: Tensor | None, held: list[Tensor], made:
         asked = query.to(torch.float32).contiguous()
         made.append(asked)
         found.query = asked.data_ptr()
-    if layout.positions is not None:
-        held.append(layout.positions.to(device="cpu", dtype=torch.int32).contiguous())
-        found.positions = held[-1].data_ptr()
-    if shift.first is not None:
-        held.append(shift.first.to(device="cpu", dtype=torch.int64).contiguous())
-        found.first = held[-1].data_ptr()
+    positions, first = _counted(layout, shift.first)
+    if positions is not None:
+        found.positions = _pointer_on_cpu(positions, torch.int32, held)
+    if first is not None:
+        found.first = _pointer_on_cpu(first, torch.int64, held)
     return found
+
+
+def _counted(layout: Layout, first: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Columns (m, s) of the slots, None where they follow one another, and where each lane's positions count from.
+
+    Where positions count from a column of each slot's own, they are in the place of columns.
+    """
+    if first is None or first.ndim == 1:
+        return layout.positions, first
+    return positions_of(layout, first, first.device), None
 
 
 @cache
