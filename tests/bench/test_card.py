@@ -110,8 +110,22 @@ def test_a_plan_that_was_not_measured_and_several_models_are_refused(records):
         make_card(Plan.parse("full"), records)
     with pytest.raises(KvtailorError, match="one model"):
         make_card(PLAN, [*records, replace(records[0], model="another")])
-    with pytest.raises(KvtailorError, match="do not have"):
+    with pytest.raises(KvtailorError, match="do not have; they have no loss of 'full' to hold it against: run"):
         make_card(PLAN, [each for each in records if not each.is_full])
+
+
+def test_a_plan_that_did_nothing_is_said_to(records):
+    """A loss of 0.0000 with an interval of 0 to 0 looks like a plan that loses nothing."""
+    full = {(each.task, each.text_hash): each for each in records if each.is_full}
+    idle = [
+        replace(each, values=full[each.task, each.text_hash].values) if each.plan == str(PLAN) else each
+        for each in records
+        if (each.task, each.text_hash) in full
+    ]
+    assert (
+        "the plan did nothing: each loss is the uncompressed cache's to the last bit" in make_card(PLAN, idle).readme()
+    )
+    assert "did nothing" not in make_card(PLAN, records).readme()
 
 
 def test_the_command_writes_a_folder_that_other_commands_take(tmp_path):
@@ -121,6 +135,10 @@ def test_the_command_writes_a_folder_that_other_commands_take(tmp_path):
     assert sorted(each.name for each in (tmp_path / "card").iterdir()) == ["README.md", "card.json", "plan.toml"]
     shown = CliRunner().invoke(main, ["show", str(tmp_path / "card"), "--json"])
     assert shown.exit_code == 0 and json.loads(shown.output.splitlines()[-1])["plan"] == str(PLAN)
+    (tmp_path / "fit").mkdir()
+    (tmp_path / "fit" / "records").symlink_to(RECORDS)
+    of_fit = CliRunner().invoke(main, [*words[:3], str(tmp_path / "fit"), *words[4:]])
+    assert of_fit.exit_code == 0, of_fit.output
     wrong = CliRunner().invoke(main, ["card", "kivi(bits=7)", *words[2:]])
     assert wrong.exit_code == 2 and "kvtailor bench" in wrong.output
 

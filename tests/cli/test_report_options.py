@@ -50,3 +50,11 @@ def test_control_characters_are_written_visibly(folder) -> None:
         assert f"one{backslash}x1b[31m" in text, path.name
     for name in ("report.md", "report.html", "results.csv"):
         assert r"a\u2028b\x07\u202e.txt" in (folder / name).read_text(encoding="utf-8")
+
+
+def test_pages_of_records_that_are_gone_are_named(folder) -> None:
+    """They stayed beside the new ones without a word."""
+    assert "also has" not in CliRunner().invoke(main, ["report", str(folder)]).stderr
+    (folder / "leaderboard-mine.html").write_text("old")
+    said = " ".join(CliRunner().invoke(main, ["report", str(folder)]).stderr.split())
+    assert "also has leaderboard-mine.html, of records or suites that are not among these" in said

@@ -192,6 +192,8 @@ def test_a_full_cache_crops_anywhere() -> None:
     cache = kvtailor.cache_for(model, "full")
     ids, _ = prompts((30,))
     model(ids, **hand_cache(cache))
+    with pytest.raises(CacheMisuse, match="asked to take back 31 tokens, and 30 were seen"):
+        cache.crop(-31)
     cache.crop(-10)
     found = model(ids[:, 20:], **hand_cache(cache)).logits
     assert error(found, build("llama")(ids).logits[:, 20:]) < ROUNDING

@@ -210,6 +210,9 @@ class Card:
             size = "-" if each.bytes is None else f"{100 * each.bytes:.1f} %"
             loss = each.loss
             yield f"| {_plain(each.text)} | {tokens} | {loss.value:+.4f} | {_between(loss)} | {loss.count} | {size} |"
+        if idle := [_plain(each.text) for each in self.losses if (each.loss.low, each.loss.high) == (0.0, 0.0)]:
+            yield ""
+            yield f"On {', '.join(idle)} the plan did nothing: each loss is the uncompressed cache's to the last bit."
         if self.answers:
             yield from ("", "## Right answers", "", "| documents | asked | right | uncompressed | of |")
             yield "|---|---|---:|---:|---:|"
@@ -279,12 +282,16 @@ def make_card(plan: Plan, records: Sequence[Record], layers: LayerLosses | None 
     pairs = pairs_with_full(plan, records)
     losses = tuple(_loss(ours, theirs) for ours, theirs in pairs if has_losses(ours))
     if not losses:
+        whole = any(each.is_full and each.error is None and each.task == "perplexity" for each in records)
         scored = [each for each in records if each.error is None and each.task == "perplexity" and not each.is_full]
         measured = ", ".join(sorted({each.plan for each in scored}))
+        there = (
+            f"they have those of {measured or 'none'}" if whole else "they have no loss of 'full' to hold it against"
+        )
         raise KvtailorError(
             f"asked for a card of the plan {plan}, whose loss of text beside 'full' (the task perplexity) these "
-            "records do not have; they have those "
-            f'of {measured or "none"}: run `kvtailor bench --model {models[0][0]} --plans "{plan}" --out FOLDER`'
+            f"records do not have; {there}: run `kvtailor bench --model {models[0][0]} "
+            f'--plans "{plan}" --out FOLDER`'
         )
     ours = [each for each, _ in pairs]
     first = next(each for each in ours if each.task == "perplexity")

@@ -38,7 +38,8 @@ def command(plan: tuple[str, ...], records: Path, out: Path) -> None:
     from kvtailor.bench.schema import read_records
 
     parsed, layers = read_plan_and_layers(plan)
-    made = make_card(parsed, read_records(records), layers)
+    of_fit = records / "records"
+    made = make_card(parsed, read_records(of_fit if of_fit.is_dir() else records), layers)
     made.save(out)
     for each in made.losses:
         say(f"{each.text}: {loss_words(each.loss)}")

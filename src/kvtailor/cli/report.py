@@ -20,6 +20,9 @@ __all__ = ["LEAVE_OUT", "command", "write"]
 
 LEAVE_OUT = "Leave out records of the folder, such as text=novel.txt or run=NAME; may be given again."
 
+# Pages that not every folder of records gets.
+_OF_SOME = ("leaderboard-*", "suite-*", "*.tex")
+
 
 @click.command(short_help="Pages of a run: HTML, Markdown, CSV, LaTeX.")
 @click.argument(
@@ -134,6 +137,8 @@ def write(
         raise KvtailorError(
             f"asked to write pages to {to}, which cannot be written ({error}): give another folder with --to"
         ) from error
+    if old := sorted({each.name for form in _OF_SOME for each in to.glob(form)} - pages.keys()):
+        say(f"{to} also has {', '.join(old)}, of records or suites that are not among these", err=True)
     _say_of_which(records, [name for name in pages if name.startswith("leaderboard-") and name.endswith(".html")])
     return [to / name for name in pages]
 

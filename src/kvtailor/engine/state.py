@@ -655,6 +655,8 @@ class LayerState:
         """Raise if the newest tokens cannot be removed outside of a recorded forward."""
         if count == 0 or self.stored.tail is None:
             return
+        if count > self.stored.seen:
+            raise CacheMisuse(f"asked to take back {count} tokens, and {self.stored.seen} were seen: take back fewer")
         if not exact or self.stored.seen - count < self.clock.settled_seen or count > self.stored.tail.length:
             raise CacheMisuse(
                 f"asked to take back {count} tokens of {self.stored.seen} seen, but they have already had a part in "

@@ -411,6 +411,11 @@ class KvCache(Cache):
         alone = call.columns == seen + call.tokens
         if not alone:
             if call.columns != call.tokens:
+                if call.heals:
+                    raise CacheMisuse(
+                        f"token_healing=True made {call.tokens} tokens of a prompt of {call.columns}, which the mask "
+                        "does not follow: leave it out, and give input_ids=model.heal_tokens(input_ids, tokenizer)"
+                    )
                 other = f", if all of these tokens are new, or of {call.tokens}, if they are the whole conversation"
                 raise CacheMisuse(
                     f"attention_mask has {call.columns} columns, and generate() got {call.tokens} tokens for a cache "

@@ -80,6 +80,7 @@ class GenerateCall:
         uses_cache: it will feed only what the cache has not seen.
         most: columns that the cache will have seen when it ends, at most; None where that is not known.
         chunk: feed so many tokens of the prompt at a time; None: all at once.
+        heals: it has written the prompt's last token anew, whatever its mask was made for.
     """
 
     ids: Tensor | None
@@ -89,6 +90,7 @@ class GenerateCall:
     uses_cache: bool = True
     most: int | None = None
     chunk: int | None = None
+    heals: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +194,7 @@ def _generate_call(given: Mapping[str, Any]) -> GenerateCall | None:
         # The last token is never fed. Of embeddings the longest text does not count the prompt.
         most=None if longest is None else int(columns) + longest - ids.shape[1] - 1,
         chunk=getattr(config, "prefill_chunk_size", None),
+        heals=bool(getattr(config, "token_healing", False)),
     )
 
 

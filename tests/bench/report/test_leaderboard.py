@@ -82,6 +82,10 @@ def test_a_suite_without_a_leaderboard_has_none(tmp_path):
     (tmp_path / "plain.toml").write_text(SUITE[: SUITE.index("[leaderboard]")] + SUITE[SUITE.index("[settings") :])
     plain = read_suite(tmp_path / "plain.toml")
     assert rank(plain, records_of(plain)) is None
+    # Of columns that rank nothing it said that no plan had been measured.
+    (tmp_path / "equal.toml").write_text(SUITE.replace("paired.nll", "mean.nll").replace("paired.hit", "mean.hit"))
+    unranked = read_suite(tmp_path / "equal.toml")
+    assert rank(unranked, records_of(unranked)) is None
 
 
 def test_the_page_stands_alone_and_reads_without_scripts(suite):

@@ -37,6 +37,8 @@ Below `[leaderboard]` stand the budgets at which plans are ranked, and when a ta
     budgets = [0.5, 0.25]      # shares of the uncompressed bytes
     tolerance = 0.02           # a plan fits a budget whose bytes exceed it by no more than this part of it
     least_right = 0.5          # a task says nothing where 'full' itself is right less often
+
+They are ranked by the columns whose `value` is `paired.NAME`; without one there is no leaderboard.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class Ranking:
 
 
 def rank(suite: Suite, records: Sequence[Record], *, model: str | None = None) -> Ranking | None:
-    """The plans of a suite at equal bytes; None where it asks for no leaderboard.
+    """The plans of a suite at equal bytes; None where it asks for no leaderboard, or has no column that ranks.
 
     Args:
         suite: from `read_suite`.
@@ -157,6 +157,8 @@ def rank(suite: Suite, records: Sequence[Record], *, model: str | None = None) -
     full_hash = suite.contestant(FULL).hash
     every = {label: cell for place in named for label, cell in place.cells.items()}
     ranked = {label: cell for label, cell in every.items() if cell.measure.startswith("paired.")}
+    if not ranked:
+        return None
     columns = tuple(_column(suite.leaderboard, label, cell, of_task, full_hash) for label, cell in ranked.items())
     if not any(place.plan_hash == full_hash for place in named):
         named.append(Place(family="", label=FULL, plan=FULL, written=(FULL,), plan_hash=full_hash, cells=every))
