@@ -8,7 +8,9 @@ import pytest
 from tests.bench.report.test_report import BASE, FULL, SAME, needles, scored
 
 from kvtailor.bench.choices import one_choice
+from kvtailor.bench.recorded_losses import recorded_loss
 from kvtailor.bench.report import summarise
+from kvtailor.plan import Plan
 
 
 def again(record, run="later", day=3, **fields):
@@ -72,3 +74,12 @@ def test_a_second_choice_of_other_windows_leaves_the_loss_as_it_was():
     more = [again(scored(label, BASE[:4])) for label in ("full", "same")]
     alone, both = (summarise(each) for each in ([FULL, SAME], [FULL, SAME, *more]))
     assert [row.loss for row in both.rows] == [row.loss for row in alone.rows]
+
+
+def test_a_plan_that_another_choice_alone_has_keeps_its_recorded_loss():
+    """Which choice stands for a card or an export is for the plan that was asked for, not for all that are there."""
+    plan = Plan.parse("vector(bits=4)")
+    asked = replace(SAME, label=str(plan), plan=str(plan), plan_hash=plan.hash)
+    more = [again(each) for each in (FULL, asked)]
+    loss = recorded_loss(plan, [FULL, SAME, *(replace(SAME, plan_hash=each) for each in "ab"), *more])
+    assert loss is not None and loss.count == len(BASE)

@@ -66,9 +66,11 @@ def pairs_with_full(plan: Plan, records: Sequence[Record]) -> list[tuple[Record,
 
     Of records with one key the newest counts, and none that failed; of several choices of windows one (`one_choice`).
     """
-    kept = [each for each in one_choice(latest(records))[0] if each.error is None]
+    kept = [each for each in latest(records) if each.error is None]
     full = {_place(each): each for each in kept if each.is_full}
-    return [(each, full[_place(each)]) for each in kept if each.plan == str(plan) and _place(each) in full]
+    # Which choice stands is not for plans to say that nobody asked for.
+    ours, _ = one_choice([each for each in kept if each.plan == str(plan) and _place(each) in full])
+    return [(each, full[_place(each)]) for each in ours]
 
 
 def has_losses(record: Record) -> bool:

@@ -8,8 +8,8 @@ encoded, and turned again when they are decoded.
 *Departs* The paper never rotates the keys that it stores; here the model has rotated them, and turning back costs a
 rounding to the cache's dtype. Positions count from each row's first real token, as models do that get an attention
 mask; where a model gets other positions, its keys are turned by the difference, and decoding takes that back.
-*Cost* 8 bytes for each lane in padded batches, else nothing in memory; a sine, a cosine and 3 operations for each
-turned channel, at every step again.
+*Cost* 8 bytes for each lane in padded batches, 4 for each slot where a row has padding in its midst, else no memory; a
+sine, a cosine and 3 operations for each turned channel, at every step again.
 """
 
 from __future__ import annotations

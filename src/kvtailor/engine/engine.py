@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.attend.contract import Attended, AttentionContext, AttentionRequest, IndexRequest
-from kvtailor.engine.apply import encode_tail
+from kvtailor.engine.apply import counted_from, encode_tail
 from kvtailor.engine.budget import no_bytes
 from kvtailor.engine.evict import Eviction
 from kvtailor.engine.observe import observe, real_queries
@@ -104,10 +104,11 @@ class Engine:
         self.needs = self.plan.needs | more
         self._needs_queries_again = self._evicts_again or self.plan.encode.needs.window > 0 or more.window > 0
 
-    def written(self, state: LayerState, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def written(self, state: LayerState, keys: Tensor, values: Tensor, visible: Visibility) -> tuple[Tensor, Tensor]:
         """Return new keys (b, h, t, d) and values (b, h, t, dv) as whatever comes next reads them.
 
-        They are what was given, but under a codec that rounds tokens before anything reads them.
+        They are what was given, but under a codec that rounds tokens before anything reads them. `visible` says what
+        is padding, which is no position.
         """
         if not self.plan.encode.rounds_on_write:
             return keys, values
@@ -116,8 +117,10 @@ class Engine:
             return keys, values
         (rows, heads, tokens, _), dtype = keys.shape, keys.dtype
         layout = Layout(rows=rows, heads=heads, size=tokens, start=state.stored.seen)
-        states = (each.flatten(0, 1).contiguous() for each in (keys, values))
-        found = codec.encode(layout, *states).decode()
+        own_keys, own_values = (each.flatten(0, 1).contiguous() for each in (keys, values))
+        real = visible.real
+        first = None if real is None else counted_from(codec, real[:, : state.stored.seen + tokens].to(keys.device))
+        found = codec.encode(layout, own_keys, own_values, first).decode()
         rounded = [each.to(dtype).unflatten(0, (rows, heads)) for each in found]
         return rounded[0], rounded[1]
 

@@ -534,10 +534,10 @@ class LayerState:
         codec, queries, columns = self.codec(plan), self.observed.evidence.queries, self.observed.evidence.columns
         if not codec.needs.window or queries is None or columns is None:
             return codec
-        valid = first
+        valid = None
         if first is not None:
-            own = first.to(columns.device)
-            valid = columns >= (own[:, None] if own.ndim == 1 else own[:, columns])
+            begin = first.to(columns.device)
+            valid = columns >= (begin[:, None] if begin.ndim == 1 else begin[:, columns])
         return codec.seeing(queries, self.heads, valid)
 
     def sizes(self) -> tuple[int, int, int]:

@@ -232,7 +232,7 @@ class CompressedLayer(WithFastPath, CacheLayerMixin):
             guard.nothing_changed(self.layer_idx)
             raise
         guard.layer_changes(self.layer_idx)
-        keys, values = engine.written(self.state, keys, values)
+        keys, values = engine.written(self.state, keys, values, visible)
         if reconstructing:
             output = engine.reconstruct(self.state, keys, values, query, visible, scaling)
             self._repeated = (keys, values) if self._readers else None

@@ -147,7 +147,7 @@ class PositionedSegment(AroundSegment):
     """What knows from which column each lane's positions count.
 
     Attributes:
-        first: (m,) int64 that column, or (m, s) that of each slot; None: column 0 in all lanes.
+        first: (m,) int64 that column, or (m, s) int32 that of each slot; None: column 0 in all lanes.
     """
 
     first: Tensor | None = None
@@ -155,17 +155,23 @@ class PositionedSegment(AroundSegment):
 
     def _changes_like(self, other: Self) -> bool:
         mine, its = (0 if each.first is None else each.first.ndim for each in (self, other))
-        return mine == its and super()._changes_like(other)
+        return (mine == its or 2 in (mine, its)) and super()._changes_like(other)
 
     def _moved_with(self, others: Sequence[Self], lane: Tensor, slot: Tensor, inner: Segment) -> Self:
         parts = [self, *others]
         found = [each.first for each in parts if each.first is not None]
         if not found:
             return self._around(inner)
-        if found[0].ndim == 1:
+        if all(each.ndim == 1 for each in found):
             return replace(self._around(inner), first=torch.cat(found)[lane[:, 0]])
         at = places_in_all([each.layout for each in parts], lane, slot)
-        return replace(self._around(inner), first=torch.cat([each.flatten() for each in found])[at])
+        return replace(self._around(inner), first=torch.cat([each._by_slot(lane.device) for each in parts])[at])
+
+    def _by_slot(self, device: torch.device) -> Tensor:
+        """(m * s,) int32 `first` of each slot."""
+        own = torch.zeros(1, dtype=torch.int32) if self.first is None else self.first
+        own = own if own.ndim == 2 else own[:, None]
+        return own.to(device, torch.int32).expand(self.layout.lanes, self.layout.size).flatten()
 
     def _of_lanes(self, lanes: Tensor, inner: Segment) -> Self:
         first = None if self.first is None else self.first[lanes.to(self.first.device)]
@@ -187,7 +193,9 @@ class PositionedSegment(AroundSegment):
         return self.inner.tensors() | self._own()
 
     def closed_form_bytes(self) -> int:
-        return self.inner.closed_form_bytes() + (0 if self.first is None else 8 * self.first.numel())
+        return self.inner.closed_form_bytes() + (
+            0 if self.first is None else self.first.element_size() * self.first.numel()
+        )
 
     def state(self) -> tuple[dict[str, object], dict[str, Tensor]]:
         fields, tensors = self.inner.state()
@@ -198,13 +206,13 @@ class PositionedSegment(AroundSegment):
 
 
 def first_of_lanes(layout: Layout, first: Tensor | None, device: torch.device) -> Tensor | None:
-    """Return (m,) int64 of `Codec.encode`'s (b,), or (m, s) of its (b, columns); None where there is none."""
+    """Return (m,) int64 of `Codec.encode`'s (b,), (m, s) int32 of its (b, columns); None where there is none."""
     if first is None:
         return None
     row = torch.div(layout.owners(device), layout.heads, rounding_mode="floor")
     if first.ndim == 1:
         return first.to(device)[row]
-    return first.to(device)[row[:, None], layout.columns(device).clamp(min=0)]
+    return first.to(device, torch.int32)[row[:, None], layout.columns(device).clamp(min=0)]
 
 
 def positions_of(layout: Layout, first: Tensor | None, device: torch.device) -> Tensor:
