@@ -153,7 +153,7 @@ MUTATIONS = (
     ),
     Mutation(
         "engine/view.py",
-        "first = real.to(torch.int8).argmax(-1)",
+        "first = first_real(real)",
         "first = real.sum(-1)",
         "a row begins where it has as many tokens",
         PADDING,
@@ -288,8 +288,8 @@ MUTATIONS = (
     ),
     Mutation(
         "engine/observe.py",
-        "columns = (ages + real",
-        "columns = columns + 0 * (ages + real",
+        "columns = (ages + first_real",
+        "columns = columns + 0 * (ages + first_real",
         "queries are turned back by the padding before them too",
         ("seam/test_padding_within_rows.py",),
     ),

@@ -22,6 +22,7 @@ from kvtailor.errors import ArgumentError, KvtailorError
 from kvtailor.ops.files import file_within, make_folder, read_text, seal_json, seal_toml, unseal_json, write_whole
 from kvtailor.plan import Plan
 from kvtailor.plan.engines import WHO_DROPS, LayerLosses, widths_by_layer
+from kvtailor.presets import FULL
 
 __all__ = ["CARD_FILE", "Card", "CardAnswers", "CardLayer", "CardLoss", "CardSetting", "make_card"]
 
@@ -282,15 +283,12 @@ def make_card(plan: Plan, records: Sequence[Record], layers: LayerLosses | None 
     pairs = pairs_with_full(plan, records)
     losses = tuple(_loss(ours, theirs) for ours, theirs in pairs if has_losses(ours))
     if not losses:
-        whole = any(each.is_full and each.error is None and each.task == "perplexity" for each in records)
-        scored = [each for each in records if each.error is None and each.task == "perplexity" and not each.is_full]
-        measured = ", ".join(sorted({each.plan for each in scored}))
-        there = (
-            f"they have those of {measured or 'none'}" if whole else "they have no loss of 'full' to hold it against"
-        )
+        scored = {each.plan for each in records if each.error is None and each.task == "perplexity"}
+        measured = ", ".join(sorted(scored - {FULL})) or "none"
+        there = f"those of {measured}" if FULL in scored else "no loss of 'full' to hold it against"
         raise KvtailorError(
             f"asked for a card of the plan {plan}, whose loss of text beside 'full' (the task perplexity) these "
-            f"records do not have; {there}: run `kvtailor bench --model {models[0][0]} "
+            f"records do not have; they have {there}: run `kvtailor bench --model {models[0][0]} "
             f'--plans "{plan}" --out FOLDER`'
         )
     ours = [each for each, _ in pairs]

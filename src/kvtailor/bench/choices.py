@@ -20,8 +20,7 @@ def one_choice(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
     groups: dict[str, list[Record]] = {}
     for record in records:
         if record.error is None:
-            of_model = (record.model, record.model_hash, record.dtypes, record.device)
-            place = (*of_model, record.task, record.text, dict(record.point), record.asked)
+            place = (*record.subject, record.task, record.text, dict(record.point), record.asked)
             groups.setdefault(json.dumps(place, sort_keys=True), []).append(record)
     left: dict[int, Record] = {}
     for group in groups.values():

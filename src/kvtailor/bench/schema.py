@@ -258,6 +258,11 @@ class Record:
         return self.plan == FULL
 
     @property
+    def subject(self) -> tuple[str | None, ...]:
+        """The model, its weights, the dtypes and the device: numbers of two of these never stand in one row."""
+        return self.model, self.model_hash, self.dtypes, self.device
+
+    @property
     def held_in(self) -> str | None:
         """The dtype in which caches hold keys and values."""
         return self.cache_dtype or self.dtype

@@ -44,6 +44,7 @@ from kvtailor.types.checked_returns import (
     is_of_others,
 )
 from kvtailor.types.late_checks import all_finite, require_none, send
+from kvtailor.types.visibility import first_real, real_before
 
 if TYPE_CHECKING:
     from kvtailor.encode.contract import Codec
@@ -591,12 +592,10 @@ def encode_tail(
 
 def counted_from(codec: Codec, real: Tensor) -> Tensor:
     """Return from where positions count, see `Codec.encode`, of `real` (b, columns) bool; False for padding."""
-    columns, first = torch.arange(real.shape[1], device=real.device), real.to(torch.int8).argmax(-1)
-    # (b, columns): how many real tokens came before each.
-    positions = real.cumsum(-1) - 1
+    columns, first, positions = torch.arange(real.shape[1], device=real.device), first_real(real), real_before(real)
     if is_of_others(codec) or bool((positions == columns - first[:, None])[real].all()):
         return first
-    return columns - positions.masked_fill(~real, -1)
+    return columns - positions
 
 
 def count_leaving(codec: Codec, length: int, new_tokens: int) -> int:

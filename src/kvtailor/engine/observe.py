@@ -16,6 +16,7 @@ from torch import Tensor
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Moments, Needs, Rotation, Visibility
 from kvtailor.types.evidence import Evidence
+from kvtailor.types.visibility import first_real, real_before
 
 __all__ = ["observe", "real_queries", "windowed"]
 
@@ -75,7 +76,7 @@ def observe(
             ages = _ages(columns, real, more.shape[0])
             if real is not None:
                 # (b, 1, t): as if all padding of a row lay before its first real token.
-                columns = (ages + real.to(torch.int8).argmax(-1, keepdim=True).to(ages.device))[:, None]
+                columns = (ages + first_real(real).to(ages.device)[:, None])[:, None]
             evidence = _with_moments(needs.moments_skip, evidence, more, columns, ages, rotation)
     return evidence
 
@@ -126,8 +127,7 @@ def _ages(columns: Tensor, real: Tensor | None, rows: int) -> Tensor:
     """Return (b, t) int64: how many real tokens of the row came before each; negative for padding."""
     if real is None:
         return columns.expand(rows, -1)
-    counted = real.to(columns.device).cumsum(-1) - 1
-    return counted[:, columns].masked_fill(~real.to(columns.device)[:, columns], -1)
+    return real_before(real.to(columns.device))[:, columns]
 
 
 def _sampled(most: int, evidence: Evidence, query: Tensor, first_column: int, real: Tensor | None) -> Evidence:
@@ -148,8 +148,7 @@ def _sampled(most: int, evidence: Evidence, query: Tensor, first_column: int, re
         every, ages = columns.expand(b, -1), columns.expand(b, -1)
         before = old
     else:
-        # (b, end) how many real tokens came before each, -1 for padding.
-        aged = real.to(device).cumsum(-1).sub_(1).masked_fill_(~real.to(device), -1)
+        aged = real_before(real.to(device))
         seen, stride = aged.amax(-1, keepdim=True) + 1, torch.ones((b, 1), dtype=torch.int64, device=device)
         for _ in range(_stride(end, most).bit_length() - 1):
             stride = torch.where(seen > most * stride, 2 * stride, stride)

@@ -14,6 +14,7 @@ from kvtailor.ops.segments.around import log_weight_of
 from kvtailor.ops.segments.latent_keys import joined, parted
 from kvtailor.types import Held, Needs, Segment, Visibility
 from kvtailor.types.late_checks import send
+from kvtailor.types.visibility import first_real
 
 __all__ = ["by_column", "forget_evicted", "count_if_known", "stored_sides", "view_held"]
 
@@ -56,7 +57,7 @@ def view_held(
     first, real = torch.zeros(b, dtype=torch.int64, device=device), None
     if visible.real is not None:
         real = visible.real[:, :seen].to(device)
-        first = real.to(torch.int8).argmax(-1)
+        first = first_real(real)
         row = torch.arange(b, device=device)[:, None, None]
         valid = valid & real[row, positions.clamp(min=0)]
     mass = None

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from kvtailor.errors import ArgumentError, UnknownName, shown
 from kvtailor.plan.arguments import fit, spell
 
-__all__ = ["check_call", "told"]
+__all__ = ["check_call", "lacked", "told"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -92,18 +92,24 @@ def _in_words(signature: inspect.Signature, inside: bool) -> str:
     return f"({', '.join(parts)})"
 
 
+def lacked(name: str, value: object) -> str | None:
+    """Return what an argument of this name must be, one of `_MUST_HAVE`, where the value is none; else None."""
+    what, names = _MUST_HAVE[name]
+    # A model may be called too, and is no tokenizer.
+    like = all(hasattr(value, each) for each in names) and ("forward" in names or not hasattr(value, "forward"))
+    return None if like else what
+
+
 def _wanted(parameter: inspect.Parameter, value: object, hint: Any) -> str | None:
     """What a value must be and is not; None: it may be taken."""
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
         return None
     inner = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else ()
     if parameter.name in _MUST_HAVE and (hint is Any or Any in inner):
-        what, names = _MUST_HAVE[parameter.name]
+        what = lacked(parameter.name, value)
         kinds = [each for each in inner if each is not Any]
         optional = value is None and parameter.default is None
-        # A model may be called too, and is no tokenizer.
-        like = all(hasattr(value, name) for name in names) and ("forward" in names or not hasattr(value, "forward"))
-        if optional or like or any(_is_of(value, each) for each in kinds):
+        if optional or what is None or any(_is_of(value, each) for each in kinds):
             return None
         return " or ".join([*(spell(each) for each in kinds), what])
     if isinstance(value, int) and not -_MOST <= value < _MOST:

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvtailor.types.evidence import Moments, Needs, Rotation, first_of_window, strided
 from kvtailor.types.head_share import ALL_HEADS, HeadShare
 from kvtailor.types.softmax import PLAIN_SOFTMAX, Softmax
+from kvtailor.types.visibility import real_before
 
 __all__ = ["Held"]
 
@@ -179,10 +180,9 @@ class Held:
 
         A turn that is shorter than others in its batch, or a mask with holes, has padding in the midst of a row.
         """
-        count = real.sum(-1)
+        first, before = self.seen - real.sum(-1), real_before(real)
         # (b, seen): where the token of each column lies then. What is padding lies nowhere.
-        moved = (real.cumsum(-1) - 1 + (self.seen - count)[:, None]).masked_fill(~real, -1)
-        first = self.seen - count
+        moved = torch.where(before < 0, before, before + first[:, None])
         rows = torch.arange(real.shape[0], device=real.device)[:, None, None]
         held = replace(
             self,

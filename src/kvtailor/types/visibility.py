@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-__all__ = ["Visibility"]
+__all__ = ["Visibility", "first_real", "real_before"]
 
 
 class Visibility(Protocol):
@@ -55,3 +56,13 @@ class Visibility(Protocol):
             (m, t', s) bool, broadcastable: any of its sizes may be 1.
         """
         ...
+
+
+def first_real(real: Tensor) -> Tensor:
+    """(b,) int64 column of each row's first token, of `real` (b, columns) bool, False for padding; 0 without one."""
+    return real.to(torch.int8).argmax(-1)
+
+
+def real_before(real: Tensor) -> Tensor:
+    """(b, columns) int64: how many tokens of its row came before each token, of `real` as above; -1 for padding."""
+    return (real.cumsum(-1) - 1).masked_fill(~real, -1)

@@ -101,13 +101,9 @@ def of_one_model(records: Sequence[Record]) -> tuple[list[Record], int]:
     Numbers of two models never stand in one row. Of records of the same thing, the latest, and of several choices of
     windows or documents one (`one_choice`).
     """
-
-    def model(record: Record) -> tuple[str | None, ...]:
-        return record.model, record.model_hash, record.dtypes, record.device
-
     single, _ = one_choice(latest(records))
     if not single:
         raise ArgumentError("asked for a summary of no records: run a task first")
     last = max(single, key=lambda record: record.started)
-    ours = [record for record in single if model(record) == model(last)]
+    ours = [record for record in single if record.subject == last.subject]
     return ours, len(single) - len(ours)

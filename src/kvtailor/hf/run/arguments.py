@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerationMixin
 
 from kvtailor.errors import CacheMisuse, UnknownName
 from kvtailor.hf.versions import CACHE_ARGUMENTS, template_variables
+from kvtailor.plan.calls import lacked
 from kvtailor.plan.calls import told as told_of
 
 __all__ = [
@@ -178,10 +179,9 @@ def words_of(model: Any, given: Mapping[str, Any], *, tokenizer: Any = None) -> 
     if given.get("generation_config") is None:
         check_config(model)
     streamer = given.get("streamer")
-    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+    if streamer is not None and (what := lacked("streamer", streamer)) is not None:
         raise CacheMisuse(
-            f"streamer must be a streamer with put and end, such as transformers' TextStreamer(tokenizer), and is "
-            f"{told_of(streamer)}"
+            f"streamer must be {what}, such as transformers' TextStreamer(tokenizer), and is {told_of(streamer)}"
         )
     words = dict(given)
     for where, said_there in _places(model, given):

@@ -89,10 +89,10 @@ def _paired(
     if samples is None:
         return None
     pairs = list(zip(*samples, strict=True))
-    if shows == "value" and [list(each) for each in ours] == [list(each) for each in theirs]:
-        # What is compared with itself differs by nothing, and chance has no part in it.
-        return Estimate(0.0, None, None, len(pairs))
     if shows == "value":
+        if [list(each) for each in ours] == [list(each) for each in theirs]:
+            # What is compared with itself differs by nothing, and chance has no part in it.
+            return Estimate(0.0, None, None, len(pairs))
         top = _top(name, ours, [x for both in pairs for x in both])
         if top is not None:
             shares = zip(*((a / top, b / top) for a, b in pairs), strict=True)

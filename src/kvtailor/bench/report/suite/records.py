@@ -72,11 +72,7 @@ def alike(suite: Suite, records: Sequence[Record], model: str | None) -> list[Re
             f"asked for the tables of suite {suite.name!r}{f' for {name}' if name else ''}, but none of "
             f"{len(records)} records is of its tasks: run `kvtailor bench --suite {suite.name}` first"
         )
-
-    def subject(record: Record) -> tuple[str | None, str | None, str | None]:
-        return record.model_hash, record.dtypes, record.device
-
-    return [record for record in ordered if subject(record) == subject(ordered[-1])]
+    return [record for record in ordered if record.subject == ordered[-1].subject]
 
 
 def _models(suite: Suite, records: Sequence[Record]) -> list[str]:
