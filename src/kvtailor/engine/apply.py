@@ -61,6 +61,7 @@ __all__ = [
     "apply_contents",
     "drop_middle",
     "encode_tail",
+    "first_counted",
     "count_first_tokens",
     "count_leaving",
     "has_unencoded",
@@ -432,7 +433,7 @@ def _make_runs(
 
 
 def _encode(state: LayerState, plan: Plan, held: Held, plain: PlainSegment, newest: int) -> Segment:
-    first = held.first if held.real is None else counted_from(state.codec(plan), held.real)
+    first = first_counted(state, plan, held)
     codec, seen = state.encoder(plan, first), state.stored.seen
     found = codec.encode_aged(plain.layout, plain.keys, plain.values, first, newest=newest, seen=seen)
     check_segment(codec, found, codec.segment_type(), plain)
@@ -588,6 +589,11 @@ def encode_tail(
             _renew(state, plan, first)
         if count:
             _encode_oldest(group, plan, count, real, first)
+
+
+def first_counted(state: LayerState, plan: Plan, held: Held) -> Tensor:
+    """Return from where positions of what a layer holds count for its codec, see `Codec.encode`."""
+    return held.first if held.real is None else counted_from(state.codec(plan), held.real)
 
 
 def counted_from(codec: Codec, real: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from kvtailor.engine.apply import (
     apply_contents,
     compute_contents,
     count_first_tokens,
-    counted_from,
     drop_middle,
+    first_counted,
     has_unencoded,
     split_oldest,
 )
@@ -359,8 +359,7 @@ class Eviction:
             kept = compute_contents(
                 state, self.plan, (held, slots), keep, most=most, recent=recent, encoding=last, counts=counts
             )
-            first = held.first if held.real is None else counted_from(state.codec(self.plan), held.real)
-            apply_contents(state, self.plan, kept, first=first, encoding=last)
+            apply_contents(state, self.plan, kept, first=first_counted(state, self.plan, held), encoding=last)
             split_oldest(state, self.plan)
             state.clock.reindex = True
             found = _as_cut(found, keep, cut.counts, longest=most)
