@@ -49,6 +49,7 @@ from kvtailor.bench.measure.machine import describe
 from kvtailor.bench.measure.turns import rounds_in_turns
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.model.calibrated import UNTRAINED
 from kvtailor.hf.model.config import RANDOM_SHAPES
 from kvtailor.hf.model.loading import new_model
 from kvtailor.hf.run.stock import dynamic_cache, fill, static_cache
@@ -109,7 +110,10 @@ def model_of(shape: str, layers: int, dtype: torch.dtype) -> Any:
     """Return an untrained model, the same at every call."""
     torch.manual_seed(0)
     made = {**SHAPES[shape], "num_hidden_layers": layers, "vocab_size": VOCABULARY}
-    return new_model("llama", dtype=dtype, **made).eval()
+    model = new_model("llama", dtype=dtype, **made).eval()
+    # Methods that read a file made for a model get random numbers of its shapes in place of one.
+    setattr(model, UNTRAINED, True)
+    return model
 
 
 def trained_model(folder: Path, layers: int, dtype: torch.dtype) -> Any:
