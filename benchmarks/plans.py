@@ -3,13 +3,16 @@
     python -m benchmarks.plans --out FILE [--plans presets|pairs|"LINE; LINE"] [--every 8]
                                [--contexts 384,8192,32768] [--prompts 2048,8192] [--shape llama|smollm2|qwen2]
                                [--dtype float32] [--cache-dtype bfloat16] [--layers 4] [--threads 1]
-                               [--clock processor] [--rounds 9] [--seconds 600] [--model FOLDER --text FILE]
+                               [--clock processor] [--rounds 9] [--seconds 600] [--turn 32]
+                               [--model FOLDER --text FILE]
 
 Is a plan slower than no plan? transformers' `StaticCache` with sdpa, which writes in place and folds grouped heads, is
 the fastest cache of the model's own; `DynamicCache`, its default, copies everything at each token, and is a row of the
 table. A plan and `StaticCache` take turns in one process, a token each. The ratio is that of the medians; beside it
 stand the ratios of the quartiles that lie farthest apart. States of the context are random and are put into the caches;
 a plan chooses or encodes when 64 more tokens come through the model. One that evicts keeps an eighth.
+
+With `--turn`, what is timed is a turn of a chat: so many tokens at once behind the context.
 
 With `--prompts`, what is timed is a prompt of so many tokens into an empty cache, choosing and encoding included, over
 one into `DynamicCache`, which joins nothing as long as there is one piece. Give `--contexts ''` to time prompts alone.
@@ -146,7 +149,7 @@ class Context:
         self.stored = getattr(torch, asked.cache_dtype or asked.dtype)
         generator = torch.Generator().manual_seed(2)
         self.question = torch.randint(0, VOCABULARY, (1, QUESTION), generator=generator)
-        self.token = torch.tensor([[7]])
+        self.token = torch.full((1, asked.turn), 7)
 
     def cache_of(self, plan: Plan) -> Any:
         """Return a cache that holds the context as a plan has it."""
@@ -157,7 +160,7 @@ class Context:
 
     def own(self) -> Any:
         """Return the model's own cache, which reads all of its slots at each token: it has no more than are needed."""
-        cache = static_cache(self.stock, self.tokens + self.asked.rounds + WARMUP)
+        cache = static_cache(self.stock, self.tokens + (self.asked.rounds + WARMUP) * self.asked.turn)
         fill(cache, self.states)
         return cache
 
@@ -166,8 +169,8 @@ class Context:
         model, own = on or self.model, self.own()
         return in_turns(
             self.asked,
-            lambda: model(self.token, **hand_cache(cache), use_cache=True),
-            lambda: self.stock(self.token, **hand_cache(own), use_cache=True),
+            lambda: model(self.token, **hand_cache(cache), use_cache=True, logits_to_keep=1),
+            lambda: self.stock(self.token, **hand_cache(own), use_cache=True, logits_to_keep=1),
             warmup=WARMUP,
         ) | {"bytes": bytes_of(cache)}
 
@@ -271,6 +274,8 @@ def setting(asked: argparse.Namespace) -> dict[str, Any]:
     names = ("plans", "every", "shape", "dtype", "cache_dtype", "layers", "threads", "clock", "rounds")
     kernels, machine = library(), describe(bandwidth=False)
     found = {name: getattr(asked, name) for name in names}
+    if asked.turn > 1:
+        found["turn"] = asked.turn
     if asked.model is not None:
         found |= {"model": asked.model.name, "text": asked.text.name}
     return found | {
@@ -313,6 +318,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--plans", default="presets", help="presets, pairs, or plans with ';' between them")
     parser.add_argument("--contexts", type=_numbers, default=[384, 8192], help="tokens held when a token is timed")
+    parser.add_argument("--turn", type=int, default=1, help="tokens of a turn that is timed behind a context")
     parser.add_argument("--prompts", type=_numbers, default=[], help="tokens of prompts that are timed")
     parser.add_argument("--every", type=int, default=1, help="of each method of a pair only every so many-th codec")
     parser.add_argument("--shape", default="llama", choices=list(SHAPES))
@@ -329,6 +335,8 @@ def main() -> int:
     asked = parser.parse_args()
     if (asked.model is None) != (asked.text is None) or (asked.model is not None and asked.contexts):
         parser.error("--model and --text go together, with --prompts and --contexts ''")
+    if asked.turn < 1:
+        parser.error(f"asked for --turn {asked.turn}: give 1 for a decoded token, or more")
     if asked.every < 1:
         parser.error(f"asked for --every {asked.every}: give 1 for every codec, or more")
     warnings.simplefilter("ignore")

@@ -61,26 +61,26 @@ CODECS = {
 }
 
 
-def held(codec, seed=0, ragged=False, padded=False):
-    """A segment of 67 tokens, and a tail of 9. Positions of a padded row count from its first token."""
+def held(codec, seed=0, ragged=False, padded=False, newest=9):
+    """A segment of 67 tokens, and a tail of `newest`. Positions of a padded row count from its first token."""
     keys, values = (states((ROWS * HEADS, 67, SIZE), seed + i) for i in (1, 2))
     layout, first = Layout(rows=ROWS, heads=HEADS, size=67, start=0), torch.tensor([0, 30]) if padded else None
     if ragged:
         layout, owner, at = uneven(ROWS, HEADS, 32, most=67, columns=67, seed=seed)
         keys, values = keys[owner, at], values[owner, at]
-    tail = [states((ROWS * HEADS, 9, SIZE), seed + i) for i in (3, 4)]
-    newest = PlainSegment(layout=Layout(rows=ROWS, heads=HEADS, size=9, start=67), keys=tail[0], values=tail[1])
-    return [codec.for_layer(told(heads=HEADS, size=SIZE)).encode(layout, keys, values, first), newest]
+    tail = [states((ROWS * HEADS, newest, SIZE), seed + i) for i in (3, 4)]
+    last = PlainSegment(layout=Layout(rows=ROWS, heads=HEADS, size=newest, start=67), keys=tail[0], values=tail[1])
+    return [codec.for_layer(told(heads=HEADS, size=SIZE)).encode(layout, keys, values, first), last]
 
 
 def both(monkeypatch, found, *, new=1, weight=False, softmax=None, padded=False):
     """`read_all` of the parts, as they are stored and decoded."""
-    query = states((ROWS, HEADS * GROUP, new, SIZE), 9)
+    query, columns = states((ROWS, HEADS * GROUP, new, SIZE), 9), 67 + found[-1].layout.size
     real = None
     if padded:
-        real = torch.ones((ROWS, 76), dtype=torch.bool)
+        real = torch.ones((ROWS, columns), dtype=torch.bool)
         real[1, :30] = False
-    visible = Padded(new_tokens=new, first_column=76 - new, real=real)
+    visible = Padded(new_tokens=new, first_column=columns - new, real=real)
     how = {"weight": counting(query, weight, None)} | ({} if softmax is None else {"softmax": softmax})
     mine = read_all(query, found, visible, 0.2, **how)
     with monkeypatch.context() as patch:

@@ -40,6 +40,7 @@ from kvtailor.ops.triton_launch import interpreting, missing
 from kvtailor.types import Coordinates
 
 __all__ = [
+    "MOST_OVER_CODES",
     "MOST_QUERIES",
     "TRITON_OPERATIONS",
     "WON_ON_CUDA",
@@ -54,6 +55,7 @@ __all__ = [
     "newest_alike",
     "on_triton",
     "merged",
+    "most_queries",
     "page_attention",
     "page_bounds",
     "prompt_mass",
@@ -62,8 +64,10 @@ __all__ = [
     "using",
 ]
 
-# New tokens at once up to which a part is read as it is stored; from there on decoding it once is cheaper.
+# New tokens that a kernel reads a part for as it is stored.
 MOST_QUERIES = 16
+# New tokens up to which C++ kernels read codes so, in blocks: from some 200 on decoding all once is cheaper.
+MOST_OVER_CODES = 128
 WON_ON_CUDA: frozenset[str] = frozenset()
 """Operations whose Triton kernels "auto" takes on a GPU, of `TRITON_OPERATIONS`: those that were measured there and
 won. `make gpu-day` prints this line (docs/gpu-day.md)."""
@@ -141,6 +145,12 @@ def using(which: str) -> Iterator[None]:
         yield
     finally:
         _FORCED.reset(token)
+
+
+def most_queries(device: torch.device, *, coded: bool) -> int:
+    """Return up to how many new tokens parts are read for as they are stored; `coded`: some of them are codes."""
+    in_blocks = coded and device.type == "cpu" and forced() == "auto" and library() is not None
+    return MOST_OVER_CODES if in_blocks else MOST_QUERIES
 
 
 def coded_attention(

@@ -9,7 +9,7 @@ import torch
 
 from kvtailor.ops.attention.cpu.prompt import MASS_VARIANTS
 from kvtailor.ops.cpu.library import library, why_none
-from kvtailor.ops.dispatch import MOST_QUERIES, TRITON_OPERATIONS, forced, on_triton
+from kvtailor.ops.dispatch import MOST_OVER_CODES, MOST_QUERIES, TRITON_OPERATIONS, forced, on_triton
 from kvtailor.ops.triton_launch import missing
 
 __all__ = ["RunningForm", "explained"]
@@ -65,7 +65,9 @@ def explained(device: torch.device, dtype: torch.dtype) -> list[RunningForm]:
     )
     return [
         RunningForm(
-            operation=few, implementation=f"C++, {built.variant}", why=f"built, and runs on this machine; {threads}"
+            operation=f"{few}, {MOST_OVER_CODES} over codes",
+            implementation=f"C++, {built.variant}",
+            why=f"built, and runs on this machine; {threads}",
         ),
         prompt,
         *([mass] if built.variant in MASS_VARIANTS else []),

@@ -63,10 +63,15 @@ def read_all(
         softmax: what the softmax has besides the factor.
     """
     layout = parts[-1].layout
-    if query.shape[2] <= dispatch.MOST_QUERIES:
-        read = _as_stored(query, parts, visible, scaling, weight, softmax)
-        if read is not None:
-            return read
+    if query.shape[2] <= dispatch.most_queries(query.device, coded=not all(part.plain for part in parts)):
+        blocks = []
+        for first, end in query_blocks(query.shape[2], 1, most=dispatch.MOST_QUERIES):
+            block = _as_stored(query, parts, visible, scaling, weight, softmax, first, end)
+            if block is None:
+                break
+            blocks.append(block)
+        else:
+            return _behind_one_another(blocks)
     # torch's own kernel reads one part with one mask for all heads; lanes with owners, free slots, weights or lifts
     # need more than that.
     readings = [part.view() for part in parts]
@@ -74,6 +79,18 @@ def read_all(
     if plain and query.shape[2] >= _PROMPT and (weight is not None or visible.causal_only or layout.start is not None):
         return _prompt(query, layout, readings[0], visible, scaling, weight, softmax)
     return _few(query, [part.layout for part in parts], readings, visible, scaling, weight, softmax)
+
+
+def _behind_one_another(blocks: Sequence[Read]) -> Read:
+    """What blocks of queries found, one behind the other."""
+    if len(blocks) == 1:
+        return blocks[0]
+    masses = [block.mass for block in blocks if block.mass is not None]
+    return Read(
+        output=torch.cat([block.output for block in blocks], 2),
+        lse=torch.cat([block.lse for block in blocks if block.lse is not None], 2),
+        mass=[torch.stack(of_part).sum(0) for of_part in zip(*masses, strict=True)] if masses else None,
+    )
 
 
 def counting(query: Tensor, want_mass: bool, real_queries: Tensor | None) -> Tensor | None:
@@ -128,11 +145,15 @@ def _as_stored(
     scaling: float,
     weight: Tensor | None,
     softmax: Softmax,
+    first: int,
+    end: int,
 ) -> Read | None:
-    """Attention that decodes only what nothing reads as it is stored; None where that is every part.
+    """Attention of queries first..end that decodes only what nothing reads as it is stored; None where all are that.
 
-    With a weight, None as well where a part cannot be read by what gives its mass.
+    With a weight, None as well where a part cannot be read by what gives its mass; and where these are not all queries
+    and a part is decoded for them, since that is better done once.
     """
+    once, query = end - first == query.shape[2], query[:, :, first:end]
     b, q, t, d = query.shape
     h, device = parts[-1].layout.heads, query.device
     grouped, mass, caps = query.reshape(b * h, q // h, t, d), weight is not None, softmax.softcap is not None
@@ -144,6 +165,8 @@ def _as_stored(
         for own, each in asked
     ]
     if not any(kernels):
+        return None
+    if not once and (None in kernels or any(own is not None and own.turning and own.keys_in for own, _ in asked)):
         return None
     jointly = dispatch.joint_attention(device)
     found, kept, rest, together = [], [], [], []
@@ -164,7 +187,7 @@ def _as_stored(
             if attend is None:
                 if mass:
                     return None
-                mask = lane_sees(layout, visible, 0, t, newest=part is parts[-1], device=device)
+                mask = lane_sees(layout, visible, first, end, newest=part is parts[-1], device=device)
                 rest.append(lanes_of(layout, reading, mask))
                 continue
         assert own is not None
@@ -177,7 +200,7 @@ def _as_stored(
             softcap=softmax.softcap,
             owner=None if layout.owner is None else layout.owner.to(device),
             lengths=None if layout.lengths is None else layout.lengths.to(device),
-            visible=rule_sees(layout, visible, 0, t, newest=part is parts[-1], device=device),
+            visible=rule_sees(layout, visible, first, end, newest=part is parts[-1], device=device),
             log_weight=own.log_weight if reading is None else reading.log_weight,
             turned=own.turned,
             offset=None if own.offsetting is None else (own.offsetting, grouped),
@@ -205,7 +228,7 @@ def _as_stored(
     if weight is None:
         return _by_heads(query, out, lse)
     # Each part kept its weights relative to what it saw itself; only the log-sum-exp over all parts makes them shares.
-    counts = weight.repeat_interleave(h, 0)
+    counts = weight[:, first:end].repeat_interleave(h, 0)
     return _by_heads(query, out, lse, [each.mass(lse, counts) for each in kept])
 
 
