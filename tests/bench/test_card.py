@@ -12,13 +12,14 @@ import yaml
 from click.testing import CliRunner
 from tests.support.fitting.made_fits import made_fit
 
-from kvtailor.bench.card import Card, make_card
+from kvtailor.bench.card import CARD_FILE, Card, make_card
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.statistics import mean_difference
 from kvtailor.bench.recorded_losses import recorded_loss
 from kvtailor.bench.schema import read_records
 from kvtailor.cli import main
 from kvtailor.errors import KvtailorError, PlanError
+from kvtailor.ops.files import seal_json, unseal_json
 from kvtailor.plan import Plan
 
 RECORDS = Path(__file__).parents[2] / "docs" / "records" / "smollm2-135m"
@@ -126,6 +127,21 @@ def test_a_plan_that_did_nothing_is_said_to(records):
         "the plan did nothing: each loss is the uncompressed cache's to the last bit" in make_card(PLAN, idle).readme()
     )
     assert "did nothing" not in make_card(PLAN, records).readme()
+
+
+def test_what_was_measured_and_is_not_shown_is_named(records, tmp_path):
+    made = make_card(PLAN, records)
+    assert made.unshown == () and "Measured as well" not in made.readme()
+    asked = [replace(each, task="ask", values={}) for each in records if each.task == "needle"]
+    more = make_card(PLAN, [*records, *asked])
+    assert more.unshown == ("ask",) and replace(more, unshown=()) == made
+    assert "Measured as well, and not on this page: ask." in " ".join(more.readme().split())
+    assert Card.load(more.save(tmp_path / "card")) == more
+    # A card of before has no such field.
+    text, _ = unseal_json((tmp_path / "card" / CARD_FILE).read_text())
+    old = {name: value for name, value in json.loads(text).items() if name != "unshown"}
+    (tmp_path / "card" / CARD_FILE).write_text(seal_json(json.dumps(old)))
+    assert Card.load(tmp_path / "card") == made
 
 
 def test_the_command_writes_a_folder_that_other_commands_take(tmp_path):

@@ -1,5 +1,6 @@
 """A run that was killed goes on where it was: nothing is lost, nothing is measured twice."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.bench.dummy import FULL, CountingModel, DummyCache, UniformModel, contestant, subject
+from tests.support.calibrated import tiny
 
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.data.texts import generated_text
@@ -241,3 +243,25 @@ def test_a_method_of_another_package_whose_code_has_changed_is_measured_again(tm
     assert 0 < calls() < first, "its plan alone"
     module.unlink()
     assert calls() > 0 and calls() > 0, "what comes from no file may be any code"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_in_a_method_of_another_package_is_its_plans_own(tmp_path, monkeypatch, workers):
+    module = tmp_path / "their_score.py"
+    module.write_text("def score(self, held):\n    return [][3]\n")
+    spec = importlib.util.spec_from_file_location("their_score", module)
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    monkeypatch.setitem(sys.modules, "their_score", theirs)
+    monkeypatch.setattr(KNorm, "score", theirs.score)
+    model = tiny()
+    text = " ".join(f"w{number}" for number in range(400))
+    task = Perplexity(text=text, source="a text", context=64, continuation=8, windows=2)
+    plans = contestants_of(["full", "knorm @ tokens=50", "position @ tokens=50"])
+    with pytest.raises(IndexError, match="list index out of range"):
+        run(model, plans, [task], bandwidth=False, workers=workers)
+    monkeypatch.setattr(KNorm, "__module__", "their_score")
+    records = run(model, plans, [task], bandwidth=False, workers=workers)
+    assert {each.label for each in records if each.error is None} == {"full", "position @ tokens=50"}
+    [why] = {each.error for each in records if each.error is not None}
+    assert why == f"IndexError: list index out of range ({module}, line 2)"

@@ -1,8 +1,8 @@
 """A plan card: a folder to publish beside a model, with a plan and what records say of it on that model.
 
-`plan.toml` is the plan, `card.json` has every number, and `README.md` shows them as the hub does, with a head in YAML.
-Both of the first carry a checksum. Nothing in a card is measured here: it is made of the bench's records, and of what a
-fit measured of each layer where there is one.
+`plan.toml` is the plan, `card.json` has every number of the page, and `README.md` shows them as the hub does, with a
+head in YAML. Both of the first carry a checksum. Nothing in a card is measured here: it is made of the bench's records,
+and of what a fit measured of each layer where there is one.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ class Card:
         measured: UTC dates of the first and the last record.
         losses: by text; one or more.
         answers: by kind of documents; none where none were asked.
+        unshown: tasks that were measured beside 'full' as well, and of which the card has no number.
         layers: none where no fit measured them.
         settings: of other engines.
         calibrated_on: what the plan's calibration was made from, `NAME SHA-256` each.
@@ -130,6 +131,7 @@ class Card:
     measured: tuple[str, str]
     losses: tuple[CardLoss, ...]
     answers: tuple[CardAnswers, ...]
+    unshown: tuple[str, ...]
     layers: tuple[CardLayer, ...]
     settings: tuple[CardSetting, ...]
     calibrated_on: tuple[str, ...]
@@ -172,7 +174,8 @@ class Card:
             if where is None:
                 raise ArgumentError(f"it has no {CARD_FILE}")
             text, sealed = unseal_json(read_text(where))
-            found = json.loads(text)
+            # A card of before does not say what it leaves out.
+            found = {"unshown": (), **json.loads(text)}
             if not sealed or found.pop("schema") != SCHEMA or {*found} != {each.name for each in fields(cls)}:
                 raise ArgumentError(f"it has no checksum or is not of schema {SCHEMA}")
             card, plan = _read(found), Plan.load(folder)
@@ -259,7 +262,10 @@ class Card:
             yield f"Tokens of {_plain(said.documents)}: SHA-256 {digests}"
         for name in self.calibrated_on:
             yield f"The plan's calibration was made from {_plain(name)}"
-        yield f"Every number is in `{CARD_FILE}`"
+        yield f"Every number of this page is in `{CARD_FILE}`"
+        if self.unshown:
+            tasks = ", ".join(_plain(each) for each in self.unshown)
+            yield f"Measured as well, and not on this page: {tasks}. The bench's report of the same records has them"
 
 
 def make_card(plan: Plan, records: Sequence[Record], layers: LayerLosses | None = None) -> Card:
@@ -302,6 +308,7 @@ def make_card(plan: Plan, records: Sequence[Record], layers: LayerLosses | None 
         measured=(started[0][:10], started[-1][:10]),
         losses=losses,
         answers=tuple(_answers(pairs)),
+        unshown=tuple(sorted({each.task for each in ours if not has_losses(each) and not each.values.get("hit")})),
         layers=() if layers is None else tuple(_layers(plan, layers)),
         settings=tuple(_settings(plan, records, layers)),
         calibrated_on=tuple(sorted({name for each in ours for name in each.calibrated_on})),
@@ -385,6 +392,7 @@ def _read(found: dict[str, Any]) -> Card:
             "answers": tuple(CardAnswers(**{**each, "hashes": tuple(each["hashes"])}) for each in found["answers"]),
             "layers": tuple(CardLayer(**each) for each in found["layers"]),
             "settings": tuple(CardSetting(**{**each, "loss": estimate(each["loss"])}) for each in found["settings"]),
+            "unshown": tuple(found["unshown"]),
             "calibrated_on": tuple(found["calibrated_on"]),
         }
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -32,9 +34,6 @@ __all__ = [
     "records_of_sample",
     "sides_of",
 ]
-
-# What a plan may run into while the others go on; `_of_plan` raises again a RuntimeError that is not about memory.
-_FAILURES = (KvtailorError, ValueError, MemoryError, RuntimeError)
 
 
 class Calibrations:
@@ -235,7 +234,7 @@ def _of_one(task: PlanByPlan, sample: Sample, given: Given, cell: _Cell, failed:
         given.calibrations.check(cell.contestant, sample)
         scored = task.score(given.subject, cell.contestant, sample, cell.advance)
         _check_numbers(scored)
-    except _FAILURES as error:
+    except Exception as error:
         failed[cell.contestant.hash] = _of_plan(error, cell)
         cell.finish()
         return replace(cell.blank, error=failed[cell.contestant.hash])
@@ -332,7 +331,7 @@ class _Turns:
         """Take down what is raised while it is open as the plan's own error, if it can be."""
         try:
             yield
-        except _FAILURES as error:
+        except Exception as error:
             self.errors[contestant.hash] = _of_plan(error, self.cells[contestant.hash])
 
     def live(self, contestant: Contestant) -> bool:
@@ -345,7 +344,7 @@ def _of_plan(error: Exception, cell: _Cell) -> str:
     Raises:
         Fraud: it is one of those that end a run.
         KvtailorError: it is of what all plans are compared with.
-        RuntimeError: it is one that nobody raised on purpose.
+        Exception: it is one that nobody raised on purpose, and no method of the plan is of another package.
     """
     if isinstance(error, Fraud) and error.name not in checks.OF_ONE_PLAN:
         raise error
@@ -353,9 +352,20 @@ def _of_plan(error: Exception, cell: _Cell) -> str:
         raise _of_reference(error, cell.blank, cell.contestant.label) from error
     if is_out_of_memory(error):
         return out_of_memory(error)
-    if not isinstance(error, KvtailorError | ValueError):
+    if isinstance(error, KvtailorError | ValueError):
+        return str(error)
+    methods = cell.blank.machine.get("methods")
+    if not isinstance(methods, dict):
         raise error
-    return str(error)
+    return _of_others_code(error, methods)
+
+
+def _of_others_code(error: Exception, modules: Iterable[str]) -> str:
+    """Return an error that a method of another package raised, and where in these modules it came from."""
+    files = {getattr(sys.modules.get(module), "__file__", None) for module in modules}
+    frames = traceback.extract_tb(error.__traceback__)
+    where = next((frame for frame in reversed(frames) if frame.filename in files), frames[-1])
+    return f"{type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
 
 
 def _of_reference(error: NotANumber, blank: Record, label: str) -> KvtailorError:

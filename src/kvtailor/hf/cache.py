@@ -406,6 +406,8 @@ class KvCache(Cache):
                 "whole text again at every token, and this cache would take all of it as new: give use_cache=True, or "
                 f"call generate() without {CACHE_ARGUMENT}"
             )
+        # What an error has left says so itself, before the count of its tokens is taken for another conversation.
+        self.guard.check_ended()
         seen = self.seen
         self._conversation.check_rows(seen=seen)
         alone = call.columns == seen + call.tokens

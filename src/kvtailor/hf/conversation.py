@@ -53,7 +53,8 @@ class Conversation:
     Attributes:
         known: its beginnings, each longer than the one before; the last reaches as far as ids were shown without a gap.
         reordered: rows were put in another order after tokens that were not shown, as beam search does.
-        real: (b, columns) bool on the CPU, False for padding, whose ids do not matter; None: no padding.
+        real: (b, columns) bool on the CPU, False for what was padding when it was noted, whose ids do not matter; None:
+            no padding.
         notes: of forwards that have begun, of whose end nothing is known here: the column of the first token, its ids
             (b, t), and how often the tensor had been written to by then, None where nobody else can write to it. See
             `take_notes`.
@@ -149,10 +150,12 @@ class Conversation:
         if len(before) != ids.shape[0]:
             return
         end = at + ids.shape[1]
-        if real is not None and not bool(real[:, :end].all()):
-            self.real = real[:, :end].to(device="cpu", dtype=torch.bool)
-        elif self.real is not None:
-            self.real = torch.cat([self.real, self.real.new_ones(ids.shape)], 1)
+        # Of columns that are known already it stays as they were counted: a later mask may hide what was fed for a row
+        # that had ended.
+        here = torch.ones(ids.shape, dtype=torch.bool) if real is None else real[:, at:end].to("cpu", torch.bool)
+        if self.real is not None or not bool(here.all()):
+            earlier = here.new_ones((ids.shape[0], at)) if self.real is None else self.real
+            self.real = torch.cat([earlier, here], 1)
         trail = _trails(ids, None if self.real is None else self.real[:, at:], before)
         if at == 0:
             self._trail = trail

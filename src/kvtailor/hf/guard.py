@@ -302,6 +302,14 @@ class CacheGuard:
             if now.reached != "done":
                 raise CacheMisuse(self._unfinished(now))
 
+    def check_ended(self) -> None:
+        """Raise where a forward or a change of this thread did not come to its end; none is on its way."""
+        self._check_not_refused()
+        now = self._now
+        if now is not None and now.thread == threading.get_ident():
+            self._check_attended(now)
+            raise CacheMisuse(self._unfinished(now))
+
     def check_settled(self) -> None:
         """Raise where the cache is in the middle of a forward or a change, or one did not come to its end."""
         self._check_not_refused()

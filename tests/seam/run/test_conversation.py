@@ -173,6 +173,45 @@ def test_plain_generate_follows_its_own_prompts_and_refuses_others(lengths: tupl
     assert cache.conversation.columns == 50 and cache.seen == 50
 
 
+@pytest.mark.parametrize("line", ["full", "snapkv(window=6) @ tokens=24"])
+def test_a_mask_that_hides_what_a_row_got_behind_its_end_is_no_other_conversation(line: str, tmp_path: Path) -> None:
+    """Row 0 ends early: `generate()` fills it up, and masks of later turns hide what it was filled with."""
+    model = build("llama")
+    ids, end, cache = other(40).repeat(2, 1), 7, kvtailor.cache_for(model, line)
+    mask, asked = torch.ones_like(ids), {"pad_token_id": 0, "eos_token_id": end, "do_sample": False}
+    for turn in range(4):
+        first = ids.shape[1]
+
+        def allowed(row: int, so_far: Tensor, first: int = first) -> list[int]:
+            return [end] if row == 0 and len(so_far) == first + 2 else [11]
+
+        handed = {**hand_cache(cache), "prefix_allowed_tokens_fn": allowed, "max_new_tokens": 6}
+        out = model.generate(ids, attention_mask=mask, **handed, **asked)
+        assert out[0, first:].tolist() == [11, 11, end, 0, 0, 0] and out[1, first:].tolist() == [11] * 6
+        answered = torch.ones(2, 6, dtype=torch.long)
+        answered[0, 3:] = 0
+        new = other(5, state=turn).repeat(2, 1)
+        ids, mask = torch.cat([out, new], 1), torch.cat([mask, answered, torch.ones_like(new)], 1)
+    cache.save(tmp_path / "saved")
+    for each in (cache, kvtailor.load_cache(model, tmp_path / "saved")):
+        changed = ids.clone()
+        changed[0, 42] = 13
+        with pytest.raises(CacheMisuse, match="row 0 is another conversation .* differ"):
+            each.check_ids(changed)
+        each.check_ids(ids)
+
+
+def test_what_a_broken_forward_left_says_so_when_the_call_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = build("llama"), other(40)
+    cache = kvtailor.cache_for(model, "full")
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[0].mlp, "forward", _fails)
+        with pytest.raises(RuntimeError):
+            model.generate(ids, **hand_cache(cache), max_new_tokens=2)
+    with pytest.raises(CacheMisuse, match="a forward on this cache ended at layer 0"):
+        model.generate(ids, **hand_cache(cache), max_new_tokens=2)
+
+
 def test_a_mask_that_fits_neither_all_tokens_nor_the_new_ones_is_refused() -> None:
     model = build("llama")
     ids, _ = prompts((40,))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvtailor.bench.measure.equivalence import Margins
 from kvtailor.bench.report import Summary, summarise
 from kvtailor.bench.report.leaderboard import board_grid, leaderboard_page
-from kvtailor.bench.report.run_page import run_page
+from kvtailor.bench.report.run_page import about, run_page
 from kvtailor.bench.report.suite.ranking import rank_each
 from kvtailor.bench.report.suite.records import SuiteRun, by_model
 from kvtailor.bench.report.suite.tables import SuitePages, provenance, suite_pages
@@ -50,10 +50,10 @@ def texts(
         "report.html": run_page(summary, filled),
         "report.md": markdown_page(summary, filled),
         "results.csv": as_long_csv(summary.table()),
-        "table.tex": as_latex(summary.plans) + "\n",
+        "table.tex": _latex(summary, summary.plans),
     }
     for grid in _further(summary):
-        found[f"{grid.name}.tex"] = as_latex(grid) + "\n"
+        found[f"{grid.name}.tex"] = _latex(summary, grid)
     for grid in (grid for pages in filled for grid in pages.grids):
         found |= {f"suite-{grid.name}.csv": as_csv(grid), f"suite-{grid.name}.tex": as_latex(grid) + "\n"}
     for name, of_suite in suites.items():
@@ -77,6 +77,7 @@ def markdown_page(summary: Summary, suites: Sequence[SuitePages] = ()) -> str:
     safe = safe_markdown
     advice = [f"**{safe(summary.advice.sentence)}**"] if summary.advice.sentence else []
     parts = [*advice, safe(summary.headline) if advice else f"**{safe(summary.headline)}**"]
+    parts.append(safe(about(summary, len(summary.rows))))
     for pages in suites:
         parts.append(f"# {safe(pages.title)}\n\n{safe(pages.line)}")
         parts += [f"## {safe(grid.title)}\n\n{as_markdown(grid)}\n\n{safe(grid.note)}".rstrip() for grid in pages.grids]
@@ -90,6 +91,12 @@ def markdown_page(summary: Summary, suites: Sequence[SuitePages] = ()) -> str:
         parts.append(f"## {safe(grid.title)}\n\n{safe(grid.note)}\n\n{as_markdown(grid)}")
     parts.append("## What the numbers rest on\n\n" + "\n".join(f"- {safe(note)}" for note in summary.footnotes))
     return "\n\n".join(parts) + "\n"
+
+
+def _latex(summary: Summary, grid: Grid) -> str:
+    """A table, and in a comment before it of what model it is: a paper says so in its own words."""
+    first = summary.records[0]
+    return f"% {' '.join(f'{first.model}, {first.dtypes} on {first.device}'.split())}\n{as_latex(grid)}\n"
 
 
 def _further(summary: Summary) -> Iterator[Grid]:

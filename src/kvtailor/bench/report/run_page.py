@@ -37,7 +37,7 @@ from kvtailor.bench.report.suite.tables import SuitePages
 from kvtailor.bench.report.table import OWN, Row
 from kvtailor.bench.report.tables.grid import Grid
 
-__all__ = ["run_page"]
+__all__ = ["about", "run_page"]
 
 _MANY_ROWS = 40
 _NOTE = (
@@ -113,7 +113,7 @@ def run_page(summary: Summary, suites: Sequence[SuitePages] = ()) -> str:
     return render(
         Page(
             title=f"kvtailor bench: {records[0].model}",
-            about=_about(summary, len(rows)),
+            about=about(summary, len(rows)),
             advice=summary.advice.sentence,
             next=summary.advice.next,
             verdict=summary.headline,
@@ -136,7 +136,7 @@ def _plans(rows: Sequence[Row]) -> dict[str, Plan]:
     return found
 
 
-def _about(summary: Summary, plans: int) -> str:
+def about(summary: Summary, plans: int) -> str:
     """What was run, where and with what."""
     records, first, versions = summary.records, summary.records[0], versions_text(summary.machines)
     size = f", {first.parameters / 1e6:.1f} million parameters" if first.parameters else ""

@@ -49,7 +49,7 @@ __all__ = [
 POINT, POINTS_TOGETHER, PLAN = "point", "points", "plan"
 OWN = "own"
 """The plan hash of the model's own cache."""
-_CSV = ("model", "text", "point", "plan", "metric", "unit", "value", "low", "high", "n")
+_CSV = ("model", "text", "point", "plan", "metric", "unit", "value", "low", "high", "n", "dtypes")
 _FIELDS = {
     "tokens_seen": "tokens",
     "tokens_held": "tokens",
@@ -81,6 +81,7 @@ class Number(NamedTuple):
         over: `POINT`, `POINTS_TOGETHER` or `PLAN`.
         plan_hash: content hash of the plan; "own" for the model's own cache.
         keys: of the records that it was computed from, see `Record.key`.
+        dtypes: in which the model computes, and caches hold, in words.
     """
 
     plan: str
@@ -97,6 +98,7 @@ class Number(NamedTuple):
     over: str = POINT
     plan_hash: str = ""
     keys: tuple[str, ...] = ()
+    dtypes: str | None = None
 
     @property
     def name(self) -> str:
@@ -135,6 +137,7 @@ def number_over(metric: str, unit: str, found: float | Estimate, records: Sequen
         over=PLAN,
         plan_hash=first.plan_hash,
         keys=tuple(dict.fromkeys(record.key for record in records)),
+        dtypes=first.dtypes,
     )
 
 
@@ -217,7 +220,7 @@ def as_long_csv(numbers: Sequence[Number]) -> str:
     for each in numbers:
         if each.over != PLAN:
             place = each.model, each.text, each.point, each.plan
-            cells = (*place, each.name, each.unit, each.value, each.low, each.high, each.n)
+            cells = (*place, each.name, each.unit, each.value, each.low, each.high, each.n, each.dtypes)
             writer.writerow(["" if cell is None else csv_cell(cell) for cell in cells])
     return out.getvalue()
 
