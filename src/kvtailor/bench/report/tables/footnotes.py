@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvtailor.bench import checks
 from kvtailor.bench.kinds import KINDS
@@ -119,15 +118,32 @@ def _about_fidelity(records: Sequence[Record]) -> Iterator[str]:
 
 def _noted(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[str]:
     """What the records note of plans, each note once for all that have it, and what has no number."""
-    notes = [(note, r.label) for r in records for note in r.notes if r.plan_hash != OWN]
-    for note, same in groupby(sorted(set(notes)), key=lambda pair: pair[0]):
-        labels = [label for _, label in same]
+    there = [record for record in records if record.plan_hash != OWN]
+    places = dict.fromkeys((record.task, record.text) for record in there)
+    noted: dict[tuple[str, tuple[tuple[str, str | None], ...]], list[str]] = {}
+    for label in sorted({record.label for record in there}):
+        own = [record for record in there if record.label == label]
+        for note in sorted({note for record in own for note in record.notes}):
+            at = dict.fromkeys((record.task, record.text) for record in own if note in record.notes)
+            noted.setdefault((note, tuple(each for each in places if each in at)), []).append(label)
+    for (note, at), labels in sorted(noted.items(), key=lambda pair: pair[0][0]):
         everyone = len(labels) == len([row for row in rows if row.plan_hash != OWN])
-        yield note if everyone else f"{', '.join(labels)}: {note}"
+        where = _listed([_of_task(each, places) for each in at]) if len(at) < len(places) else ""
+        # A note that begins with the name of its task says where it is of.
+        where = "" if all(note.startswith(f"{task}:") for task, _ in at) else where
+        who = "" if everyone else ", ".join(labels)
+        beginning = " on ".join(part for part in (who, where) if part)
+        yield f"{beginning}: {note}" if beginning else note
     for row in rows:
         for error in row.errors:
             if row.plan_hash != OWN:
                 yield f"{row.label} has no number for {error}"
+
+
+def _of_task(place: tuple[str, str | None], places: Iterable[tuple[str, str | None]]) -> str:
+    """Return a task in words, with the text where it has several."""
+    task, text = place
+    return task if text is None or sum(name == task for name, _ in places) == 1 else f"{task} {text}"
 
 
 def _of_what(records: Sequence[Record]) -> Iterator[str]:
