@@ -50,6 +50,9 @@ WHY_OVER_OWN: dict[str, str] = {
     "attend rocket + by_age": "codes of each age are a part, of which the tokens that are read are moved one by one",
     "attend rocket + unrotated": "its keys are mapped back and turned at each token; the quartiles hold 1.10",
     "attend rocket + nuq": "the numbers that it keeps aside are looked up and moved for the tokens that are read",
+    "kvtc": "its codes, of other bits for each eight components, become numbers in torch at each token",
+    "palu": "its keys are mapped back and turned one by one at each token: 262,144 products for each that is held",
+    "palu_int4": "as `palu`",
     "preset rocketkv": "an eighth is held, too few for bounds, so each token decodes all their keys to choose of them",
 }
 WHY_OVER_PROMPT: dict[str, str] = {
@@ -298,7 +301,7 @@ def _above(
 ) -> list[str]:
     """Return a table of the plans that take more than the model's own cache, with the reason of each.
 
-    Pairs of one method that have one reason are one row.
+    Pairs of one method or codec that have its reason are one row.
 
     Args:
         tokens: the field of a row that says after, or for, how many tokens it was.
@@ -312,35 +315,38 @@ def _above(
         groups: dict[tuple[int, str, str], list[Mapping[str, Any]]] = {}
         for row in sorted(_timed(run), key=lambda row: (-row[tokens], -row["ratio"])):
             if row["ratio"] > OVER_OWN:
-                of = row[tokens], row.get("method", row["plan"]), why(row, reasons)
-                groups.setdefault(of, []).append(row)
-        for (count, method, reason), rows in groups.items():
+                whose, reason = why(row, reasons)
+                groups.setdefault((row[tokens], whose, reason), []).append(row)
+        for (count, whose, reason), rows in groups.items():
             most, least = rows[0], rows[-1]
             low, high = most["spread"]
             plan, ratio = most["plan"], f"{most['ratio']:.2f} [{low:.2f} to {high:.2f}]"
             if len(rows) > 1:
-                plan = f"{method} + {len(rows)} codecs, the most {most['codec']}"
-                ratio += f"; the least {least['ratio']:.2f} ({least['codec']})"
+                other = "method" if whose == most["codec"] else "codec"
+                several = f"{len(rows)} {other}s"
+                plan = f"{several} + {whose}" if other == "method" else f"{whose} + {several}"
+                plan += f", the most {most[other]}"
+                ratio += f"; the least {least['ratio']:.2f} ({least[other]})"
             lines.append(
                 f"| {plan} | {name} | {count:,} | {most['ms']:,.1f}, {most['own_ms']:,.1f} | {ratio} | {reason} |"
             )
     return lines if len(lines) > 2 else [f"None is above {OVER_OWN:g}."]
 
 
-def why(row: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
-    """Return why a plan is above, by its name, by its method or by its codec.
+def why(row: Mapping[str, Any], reasons: Mapping[str, str]) -> tuple[str, str]:
+    """Return by which of its names, its method or its codec a plan is above, and why.
 
     Raises:
         ValueError: nothing says it.
     """
     names = [row[name] for name in ("plan", "method", "codec") if name in row]
-    found = next((reasons[name] for name in names if name in reasons), None)
+    found = next((name for name in names if name in reasons), None)
     if found is None:
         raise ValueError(
             f"{row['plan']} is above with {row['ratio']:g}, and docs/write_decode.py has no reason for it: give one "
             f"under one of {names}"
         )
-    return found
+    return found, reasons[found]
 
 
 def _parts(runs: Runs) -> list[str]:
@@ -371,7 +377,7 @@ def _parts_above(runs: Runs) -> list[str]:
             ms, (low, high) = row["ms"], row["spread"]
             lines.append(
                 f"| {row['plan']} | {name} | {ms['method']:.1f}, {ms['codec']:.1f}, {ms['pair']:.1f} "
-                f"({low:.1f} to {high:.1f}) | {row['ratio']:.2f} | {why(row, WHY_OVER_PARTS)} |"
+                f"({low:.1f} to {high:.1f}) | {row['ratio']:.2f} | {why(row, WHY_OVER_PARTS)[1]} |"
             )
     return lines
 

@@ -71,7 +71,7 @@ def test_every_reason_is_of_a_plan_that_is_above():
         (("parts",), SCRIPT["WHY_OVER_PARTS"], SCRIPT["OVER_PARTS"]),
     ):
         above = {
-            SCRIPT["why"](row, {name: name for name in reasons})
+            SCRIPT["why"](row, reasons)[0]
             for kind in kinds
             for run in RECORDS[kind].values()
             for row in run[1]

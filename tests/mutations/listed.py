@@ -348,8 +348,8 @@ MUTATIONS = (
     Mutation("ops/attention/parts.py", "return sees & mask", "return sees", "filler of a page is seen", ATTENTION),
     Mutation(
         "ops/attention/parts.py",
-        "weight[:, first:end]",
-        "weight[:, : end - first]",
+        "counts = None if weight is None else weight[:, first:end]",
+        "counts = None if weight is None else weight[:, : end - first]",
         "mass of a block is that of the first queries",
         ATTENTION,
     ),
@@ -362,8 +362,8 @@ MUTATIONS = (
     ),
     Mutation(
         "ops/attention/parts.py",
-        "weight.repeat_interleave(h, 0)",
-        "weight.repeat(h, 1)",
+        "weight[:, first:end].repeat_interleave(h, 0)",
+        "weight[:, first:end].repeat(h, 1)",
         "queries of other rows are counted",
         ATTENTION,
     ),
