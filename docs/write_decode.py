@@ -43,6 +43,7 @@ SIDES = {
     "full after one token": "the rest of the model: `full` after one token",
 }
 """What was timed and is no plan."""
+_WITH_MASS = "beside `h2o`, which asks what attention each token gets, coordinates less a mean are decoded at each token"
 # By a plan's name, its method or its codec.
 WHY_OVER_OWN: dict[str, str] = {
     "attend reference": "what the others are tested against: it decodes all, and goes through heads in float32",
@@ -51,6 +52,8 @@ WHY_OVER_OWN: dict[str, str] = {
     "attend rocket + unrotated": "its keys are mapped back and turned at each token; the quartiles hold 1.10",
     "attend rocket + nuq": "the numbers that it keeps aside are looked up and moved for the tokens that are read",
     "kvtc": "its codes, of other bits for each eight components, become numbers in torch at each token",
+    "allocate duo + kvplugin": _WITH_MASS,
+    "allocate shuffled + kvplugin": _WITH_MASS,
     "palu": "its keys are mapped back and turned one by one at each token: 262,144 products for each that is held",
     "palu_int4": "as `palu`",
     "preset rocketkv": "an eighth is held, too few for bounds, so each token decodes all their keys to choose of them",
@@ -168,7 +171,10 @@ def _not_run(rows_of: Mapping[str, Mapping[tuple[str, int], Any]], contexts: Seq
 
 def _pairs(runs: Runs, short: Runs) -> list[str]:
     """Return the tables of pairs; of those after few tokens no more than how many are above."""
-    tables = [*_by("codec", {**short, **runs}), "", *_by("method", runs, SLOW)]
+    slow = sorted({row["codec"] for run in runs.values() for row in _timed(run)} & WHY_OVER_OWN.keys())
+    others = {name: (how, [row for row in rows if row.get("codec") not in slow]) for name, (how, rows) in runs.items()}
+    beside = f"By method, without pairs with {', '.join(f'`{codec}`' for codec in slow)}:" if slow else "By method:"
+    tables = [*_by("codec", {**short, **runs}), "", beside, "", *_by("method", others, SLOW)]
     how = _how({**short, **runs})
     return [*how, "", *tables, "", *_left_out(runs), "", *_above(runs), "", *_above_where_short(short)]
 

@@ -39,6 +39,8 @@ CODECS = {
     "twice": Hadamard(of=Hadamard(of=Vector(bits=8), only="keys"), signs=1),
     "single heads": LowRank(rank=0.5),
     "one basis": LowRank(rank=0.5, shared=True),
+    "one basis, centred": LowRank(rank=0.5, shared=True, centred=True),
+    "single heads, centred": LowRank(rank=0.75, centred=True, of=Vector(bits=8)),
     "pairs of heads": LowRank(rank=0.5, heads=2),
     "all heads": LowRank(rank=0.5, heads=0),
     "centred": LowRank(rank=0.5, heads=2, centred=True),
@@ -164,6 +166,20 @@ def test_mass_caps_and_sinks(name, with_mass, monkeypatch):
     for a, b in zip(mine.mass or [], other.mass or [], strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     assert (mine.mass is not None) == with_mass
+
+
+@pytest.mark.parametrize("new", [1, 5, 20])
+@pytest.mark.parametrize("name", ["one basis, centred", "single heads, centred", "turned single heads", "centred"])
+def test_mass_where_a_mean_shifts_all_logits_of_a_part(name, new, monkeypatch):
+    """The mean is large, as keys have it, and one row sees less than the other."""
+    found = held(CODECS[name], newest=new + 2)
+    basis = getattr(found[0], "keys_basis", None)
+    if basis is not None:
+        basis.mean.mul_(3.0).add_(1.0)
+    mine, other = both(monkeypatch, found, new=new, weight=True, softmax=Softmax(sinks=torch.ones(HEADS * GROUP)))
+    same(mine, other)
+    for one, two in zip(mine.mass, other.mass, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
 
 
 def test_a_map_of_each_token_is_none_for_all():

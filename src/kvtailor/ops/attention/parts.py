@@ -211,14 +211,18 @@ def _as_stored(
             together.append(jointly.LanesRead(inputs=inputs))
             continue
         out, lse, *weights = attend(inputs)
+        shift: Tensor | float = 0.0
         if not own.as_they_are:
+            found_lse = lse
             out, lse = own.map_output(out, lse, grouped, scaling, dispatch.maps_of(grouped)[1])
+            # What is added to all logits of the part; nothing where a query sees none of it.
+            shift = (lse - found_lse.reshape(lse.shape)).nan_to_num(0.0) if weights and own.shifts_logits else shift
         if reading is not None and reading.lift is not None:
             # The kernel gave normalised sums (n, g, t, r), whose weights add up to 1, or to 0 where nothing is seen.
             seen = (lse > -torch.inf).to(out.dtype).flatten(1)
             out = reading.lift.of_sums(out.flatten(1, 2), seen).unflatten(1, (q // h, t))
         found.append((out, lse))
-        kept += weights
+        kept += [(each, shift) for each in weights]
     if together:
         found.append(jointly.attend_parts(together))
     if rest:
@@ -229,21 +233,21 @@ def _as_stored(
         return _by_heads(query, out, lse)
     # Each part kept its weights relative to what it saw itself; only the log-sum-exp over all parts makes them shares.
     counts = weight[:, first:end].repeat_interleave(h, 0)
-    return _by_heads(query, out, lse, [each.mass(lse, counts) for each in kept])
+    return _by_heads(query, out, lse, [each.mass(lse - shift, counts) for each, shift in kept])
 
 
 def _asked(query: Tensor, part: Segment, *, mass: bool, caps: bool) -> tuple[StoredSides | None, Tensor]:
     """A part as it is stored, with the queries (n, g, t, d) for it; None where something stands against reading it so.
 
-    Weights that are kept, and caps, know nothing of what is added to all logits of a part. And the mass is that of the
-    lanes that are stored, of which heads that share them have no shares.
+    Caps know nothing of what is added to all logits of a part. And the mass is that of the lanes that are stored, of
+    which heads that share them have no shares.
     """
     own = stored_sides(part)
     if own is None or own.as_they_are:
         return own, query
     if own.turning is not None and not dispatch.turns_keys(query):
         return None, query
-    if (own.shifts_logits and (mass or caps)) or (own.joined > 1 and mass):
+    if (own.shifts_logits and caps) or (own.joined > 1 and mass):
         return None, query
     return own, own.map_query(query, dispatch.maps_of(query)[0])
 
