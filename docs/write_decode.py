@@ -43,7 +43,6 @@ SIDES = {
     "full after one token": "the rest of the model: `full` after one token",
 }
 """What was timed and is no plan."""
-_WITH_MASS = "beside `h2o`, which asks what attention each token gets, coordinates less a mean are decoded at each token"
 # By a plan's name, its method or its codec.
 WHY_OVER_OWN: dict[str, str] = {
     "attend reference": "what the others are tested against: it decodes all, and goes through heads in float32",
@@ -52,8 +51,6 @@ WHY_OVER_OWN: dict[str, str] = {
     "attend rocket + unrotated": "its keys are mapped back and turned at each token; the quartiles hold 1.10",
     "attend rocket + nuq": "the numbers that it keeps aside are looked up and moved for the tokens that are read",
     "kvtc": "its codes, of other bits for each eight components, become numbers in torch at each token",
-    "allocate duo + kvplugin": _WITH_MASS,
-    "allocate shuffled + kvplugin": _WITH_MASS,
     "palu": "its keys are mapped back and turned one by one at each token: 262,144 products for each that is held",
     "palu_int4": "as `palu`",
     "preset rocketkv": "an eighth is held, too few for bounds, so each token decodes all their keys to choose of them",

@@ -124,8 +124,8 @@ def _noted(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[str]:
     for label in sorted({record.label for record in there}):
         own = [record for record in there if record.label == label]
         for note in sorted({note for record in own for note in record.notes}):
-            at = dict.fromkeys((record.task, record.text) for record in own if note in record.notes)
-            noted.setdefault((note, tuple(each for each in places if each in at)), []).append(label)
+            here = {(record.task, record.text) for record in own if note in record.notes}
+            noted.setdefault((note, tuple(each for each in places if each in here)), []).append(label)
     for (note, at), labels in sorted(noted.items(), key=lambda pair: pair[0][0]):
         everyone = len(labels) == len([row for row in rows if row.plan_hash != OWN])
         where = _listed([_of_task(each, places) for each in at]) if len(at) < len(places) else ""
