@@ -18,6 +18,7 @@ import kvtailor.ops.attention.prompt
 from kvtailor.attend.contract import Attention
 from kvtailor.attend.rolling import Rolling
 from kvtailor.attend.segments import Segments
+from kvtailor.ops import dispatch
 from kvtailor.types import PlainSegment, Rotation, Segment
 
 METHODS = methods_of(kvtailor.attend, Attention)
@@ -170,12 +171,16 @@ def test_each_block_adds_the_mass_of_its_own_queries(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("new", [1, 3, 64])
 def test_sixteen_bits(kind: type[Attention], dtype: torch.dtype, mix: str, new: int) -> None:
     made, out, *_ = defined(SIZES[0], mix, new, 0.1, dtype=dtype, padded=True, seed=11)
-    got = sample_of(kind).attend(request_of(made.query, made.parts, made.visible, 0.1, context=STILL))
+    request = request_of(made.query, made.parts, made.visible, 0.1, context=STILL)
+    got = sample_of(kind).attend(request)
     # What decodes rounds to 16 bits, as `naive` does; codes that are read as they are stored are rounded once, at last.
     exact = dataclasses.replace(made, query=made.query.float(), parts=[in_float32(part) for part in made.parts])
     near = 3e-2 if dtype == torch.bfloat16 else 1e-2
     assert got.output.dtype == dtype
     assert close(got.output, out, near) or close(got.output, naive(exact, 0.1)[0], near)
+    with dispatch.using("reference"):
+        decoded = sample_of(kind).attend(request)
+    assert decoded.output.dtype == dtype and close(decoded.output, out, near)
 
 
 def in_float32(part: Any) -> Any:

@@ -308,7 +308,7 @@ def make_card(plan: Plan, records: Sequence[Record], layers: LayerLosses | None 
         measured=(started[0][:10], started[-1][:10]),
         losses=losses,
         answers=tuple(_answers(pairs)),
-        unshown=tuple(sorted({each.task for each in ours if not has_losses(each) and not each.values.get("hit")})),
+        unshown=tuple(sorted({pair[0].task for pair in pairs if not has_losses(pair[0]) and not _has_answers(*pair)})),
         layers=() if layers is None else tuple(_layers(plan, layers)),
         settings=tuple(_settings(plan, records, layers)),
         calibrated_on=tuple(sorted({name for each in ours for name in each.calibrated_on})),
@@ -330,11 +330,16 @@ def _loss(ours: Record, theirs: Record) -> CardLoss:
     )
 
 
+def _has_answers(ours: Record, theirs: Record) -> bool:
+    """Return whether both are of questions that were answered."""
+    return bool(ours.values.get("hit") and theirs.values.get("hit"))
+
+
 def _answers(pairs: Sequence[tuple[Record, Record]]) -> Iterator[CardAnswers]:
     """Right answers of all points together, by kind of documents and by where the questions stood."""
     groups: dict[tuple[str, bool], list[tuple[Record, Record]]] = {}
     for ours, theirs in pairs:
-        if ours.values.get("hit") and theirs.values.get("hit"):
+        if _has_answers(ours, theirs):
             key = ours.text or ours.task, bool(ours.point.get("question_outside"))
             groups.setdefault(key, []).append((ours, theirs))
     for (documents, outside), found in groups.items():

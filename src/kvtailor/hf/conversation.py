@@ -152,10 +152,10 @@ class Conversation:
         end = at + ids.shape[1]
         # Of columns that are known already it stays as they were counted: a later mask may hide what was fed for a row
         # that had ended.
-        here = torch.ones(ids.shape, dtype=torch.bool) if real is None else real[:, at:end].to("cpu", torch.bool)
-        if self.real is not None or not bool(here.all()):
-            earlier = here.new_ones((ids.shape[0], at)) if self.real is None else self.real
-            self.real = torch.cat([earlier, here], 1)
+        here = None if real is None else real[:, at:end].to(device="cpu", dtype=torch.bool)
+        if self.real is not None or (here is not None and not bool(here.all())):
+            earlier = torch.ones((ids.shape[0], at), dtype=torch.bool) if self.real is None else self.real
+            self.real = torch.cat([earlier, earlier.new_ones(ids.shape) if here is None else here], 1)
         trail = _trails(ids, None if self.real is None else self.real[:, at:], before)
         if at == 0:
             self._trail = trail

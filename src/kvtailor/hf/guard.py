@@ -302,21 +302,17 @@ class CacheGuard:
             if now.reached != "done":
                 raise CacheMisuse(self._unfinished(now))
 
-    def check_ended(self) -> None:
+    def check_ended(self, *, of_any_thread: bool = False) -> None:
         """Raise where a forward or a change of this thread did not come to its end; none is on its way."""
         self._check_not_refused()
         now = self._now
-        if now is not None and now.thread == threading.get_ident():
+        if now is not None and (of_any_thread or now.thread == threading.get_ident()):
             self._check_attended(now)
             raise CacheMisuse(self._unfinished(now))
 
     def check_settled(self) -> None:
         """Raise where the cache is in the middle of a forward or a change, or one did not come to its end."""
-        self._check_not_refused()
-        now = self._now
-        if now is not None:
-            self._check_attended(now)
-            raise CacheMisuse(self._unfinished(now))
+        self.check_ended(of_any_thread=True)
         self.engine.switch.check_free("a saved file")
         self.end_stale_recording()
 

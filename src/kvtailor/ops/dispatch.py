@@ -55,11 +55,11 @@ __all__ = [
     "newest_alike",
     "on_triton",
     "merged",
-    "most_queries",
     "page_attention",
     "page_bounds",
     "prompt_mass",
     "quantiser",
+    "reads_in_blocks",
     "turns_keys",
     "using",
 ]
@@ -147,10 +147,10 @@ def using(which: str) -> Iterator[None]:
         _FORCED.reset(token)
 
 
-def most_queries(device: torch.device, *, coded: bool) -> int:
-    """Return up to how many new tokens parts are read for as they are stored; `coded`: some of them are codes."""
-    in_blocks = coded and device.type == "cpu" and forced() == "auto" and library() is not None
-    return MOST_OVER_CODES if in_blocks else MOST_QUERIES
+def reads_in_blocks(query: Tensor) -> bool:
+    """Return whether kernels read codes for so many new tokens (..., t, d) a block after the other."""
+    few = MOST_QUERIES < query.shape[-2] <= MOST_OVER_CODES
+    return few and query.device.type == "cpu" and forced() == "auto" and library() is not None
 
 
 def coded_attention(

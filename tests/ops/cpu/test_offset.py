@@ -112,7 +112,7 @@ def read(query: Tensor, own: StoredSides, library: Library, **how: Any) -> tuple
         ),
         using=library,
     )
-    return own.map_output(*found, query, SCALING)
+    return own.map_output(*found, query, own.logit_shift(query, SCALING))
 
 
 def near(found: tuple[Tensor, ...], expected: tuple[Tensor, Tensor]) -> bool:

@@ -63,7 +63,8 @@ def read_all(
         softmax: what the softmax has besides the factor.
     """
     layout = parts[-1].layout
-    if query.shape[2] <= dispatch.most_queries(query.device, coded=not all(part.plain for part in parts)):
+    in_blocks = dispatch.reads_in_blocks(query) and not all(part.plain for part in parts)
+    if in_blocks or query.shape[2] <= dispatch.MOST_QUERIES:
         blocks = []
         for first, end in query_blocks(query.shape[2], 1, most=dispatch.MOST_QUERIES):
             block = _as_stored(query, parts, visible, scaling, weight, softmax, first, end)
@@ -153,15 +154,16 @@ def _as_stored(
     With a weight, None as well where a part cannot be read by what gives its mass; and where these are not all queries
     and a part is decoded for them, since that is better done once.
     """
-    once, query = end - first == query.shape[2], query[:, :, first:end]
+    once = end - first == query.shape[2]
+    query = query if once else query[:, :, first:end]
     b, q, t, d = query.shape
     h, device = parts[-1].layout.heads, query.device
-    grouped, mass, caps = query.reshape(b * h, q // h, t, d), weight is not None, softmax.softcap is not None
+    grouped, keeps, caps = query.reshape(b * h, q // h, t, d), weight is not None, softmax.softcap is not None
     # Asked of every part before anything is computed: where no part can be read as it is stored, all are decoded
     # together, and one softmax goes over them.
-    asked = [_asked(grouped, part, mass=mass, caps=caps) for part in parts]
+    asked = [_asked(grouped, part, mass=keeps, caps=caps) for part in parts]
     kernels = [
-        None if own is None else dispatch.coded_attention(each, own.keys, own.values, mass=mass, **own.changing)
+        None if own is None else dispatch.coded_attention(each, own.keys, own.values, mass=keeps, **own.changing)
         for own, each in asked
     ]
     if not any(kernels):
@@ -175,7 +177,7 @@ def _as_stored(
         if attend is None and own is not None and not own.as_they_are:
             # Queries and sums go to where the codes are, so that no token has to be brought back.
             numbers = own.in_numbers()
-            attend = dispatch.coded_attention(mine, numbers.keys, numbers.values, mass=mass, **own.changing)
+            attend = dispatch.coded_attention(mine, numbers.keys, numbers.values, mass=keeps, **own.changing)
             own = own if attend is None else numbers
         if attend is None:
             own, mine, reading = None, grouped, part.view()
@@ -183,9 +185,9 @@ def _as_stored(
             # lie in two places.
             if reading.shared is None and reading.more_keys is None:
                 own = StoredSides(layout=layout, keys=Whole(states=reading.keys), values=Whole(states=reading.values))
-                attend = dispatch.coded_attention(grouped, own.keys, own.values, mass=mass)
+                attend = dispatch.coded_attention(grouped, own.keys, own.values, mass=keeps)
             if attend is None:
-                if mass:
+                if keeps:
                     return None
                 mask = lane_sees(layout, visible, first, end, newest=part is parts[-1], device=device)
                 rest.append(lanes_of(layout, reading, mask))
@@ -211,12 +213,9 @@ def _as_stored(
             together.append(jointly.LanesRead(inputs=inputs))
             continue
         out, lse, *weights = attend(inputs)
-        shift: Tensor | float = 0.0
+        shift = own.logit_shift(grouped, scaling)
         if not own.as_they_are:
-            found_lse = lse
-            out, lse = own.map_output(out, lse, grouped, scaling, dispatch.maps_of(grouped)[1])
-            # What is added to all logits of the part; nothing where a query sees none of it.
-            shift = (lse - found_lse.reshape(lse.shape)).nan_to_num(0.0) if weights and own.shifts_logits else shift
+            out, lse = own.map_output(out, lse, grouped, shift, dispatch.maps_of(grouped)[1])
         if reading is not None and reading.lift is not None:
             # The kernel gave normalised sums (n, g, t, r), whose weights add up to 1, or to 0 where nothing is seen.
             seen = (lse > -torch.inf).to(out.dtype).flatten(1)
@@ -233,7 +232,9 @@ def _as_stored(
         return _by_heads(query, out, lse)
     # Each part kept its weights relative to what it saw itself; only the log-sum-exp over all parts makes them shares.
     counts = weight[:, first:end].repeat_interleave(h, 0)
-    return _by_heads(query, out, lse, [each.mass(lse - shift, counts) for each, shift in kept])
+    return _by_heads(
+        query, out, lse, [each.mass(lse if shift is None else lse - shift, counts) for each, shift in kept]
+    )
 
 
 def _asked(query: Tensor, part: Segment, *, mass: bool, caps: bool) -> tuple[StoredSides | None, Tensor]:

@@ -93,8 +93,24 @@ class StoredSides(NamedTuple):
             query = of_queries(each, query)
         return query if self.joined == 1 else query.reshape(-1, self.joined * query.shape[1], *query.shape[2:])
 
+    def logit_shift(self, query: Tensor, scaling: float) -> Tensor | None:
+        """Return what is added to all logits of the queries (n, g, t, d) of the kv heads, (n, g, t); None: nothing.
+
+        Args:
+            query: as it was before `map_query`.
+            scaling: factor before the softmax.
+        """
+        if not self.shifts_logits:
+            return None
+        shift = query.new_zeros(query.shape[:3], dtype=torch.float32)
+        for each in self._of_queries:
+            if each.mean is not None:
+                shift = shift + scaling * each.products_with_mean(query)
+            query = each.of_queries(query)
+        return shift
+
     def map_output(
-        self, out: Tensor, lse: Tensor, query: Tensor, scaling: float, of_sums: Summing = Coordinates.of_sums
+        self, out: Tensor, lse: Tensor, query: Tensor, shift: Tensor | None, of_sums: Summing = Coordinates.of_sums
     ) -> tuple[Tensor, Tensor]:
         """Map what mapped queries found back to the queries (n, g, t, d) of the kv heads.
 
@@ -102,7 +118,7 @@ class StoredSides(NamedTuple):
             out: (n / joined, joined * g, t, r) float32 sums whose weights add up to 1, or to 0 where nothing is seen.
             lse: (n / joined, joined * g, t), -inf there.
             query: as it was before `map_query`.
-            scaling: factor before the softmax.
+            shift: what `logit_shift` gives.
             of_sums: what maps them.
 
         Returns:
@@ -112,12 +128,7 @@ class StoredSides(NamedTuple):
         out, lse = out.reshape(*shape, -1), lse.reshape(shape)
         for each in reversed(self.values_in):
             out = of_sums(each, out, lse)
-        here = query
-        for each in self._of_queries:
-            if each.mean is not None:
-                lse = lse + scaling * each.products_with_mean(here)
-            here = each.of_queries(here)
-        return out, lse
+        return out, lse if shift is None else lse + shift
 
 
 def stored_sides(part: Segment) -> StoredSides | None:
